@@ -626,7 +626,11 @@ def _is_doubtful(source: str) -> bool:
     return any(is_dirty for _, is_dirty in stamps(values)) or "not in the repository" in note
 
 
-_RESULTS = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("experiments/*/*.json"))]
+_RESULTS = [
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("benchmarks/results/*.json", "experiments/*/*.json")
+    for path in sorted(ROOT.glob(pattern))
+]
 _DOUBTFUL = tuple(filter(_is_doubtful, _RESULTS))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import example as also
@@ -113,6 +116,24 @@ def test_text_parts_are_joined_and_images_are_refused(chat: PreTrainedTokenizerB
     for image in ({"type": "image", "image": "a.png"}, {"type": "image_url", "image_url": {"url": "a.png"}}, "a.png"):
         with pytest.raises(ValueError, match=r"^messages\.0\.content\.2\.type: expected 'text'.*(image|a\.png)"):
             encode_prompt(chat, "", messages=[{"role": "user", "content": [*parts, image]}])
+
+
+def test_a_single_turn_is_the_prompt_without_a_chat_template_too(plain: PreTrainedTokenizerBase) -> None:
+    turn = {"role": "user", "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]}
+    assert encode_prompt(plain, "", messages=[turn]) == encode_prompt(plain, "the cat")
+
+
+@pytest.mark.parametrize(
+    ("messages", "option"),
+    [("hi", "messages"), ({"role": "user"}, "messages"), (["hi"], "messages.0"), ([{"content": "a"}], "messages.0")],
+)
+def test_messages_of_another_form_are_refused_by_name(
+    chat: PreTrainedTokenizerBase, messages: Any, option: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^{re.escape(option)}: expected .*role"):
+        encode_prompt(chat, "", messages=messages)
+    with pytest.raises(ValueError, match=r"^query: expected a text"):
+        encode_prompt(chat, [messages])  # type: ignore[arg-type] - the test's point
 
 
 def test_a_template_that_refuses_the_turns_is_named() -> None:

@@ -43,6 +43,21 @@ def test_the_text_is_the_sequential_decoders_also_with_a_temperature(decoder: De
         assert texts(decoder, traits, seed, sampling) == texts(Autoregressive(), traits, seed, sampling)
 
 
+def test_a_drawn_drafts_confidence_is_its_probability_after_the_filters() -> None:
+    """The only token that top-k keeps has probability 1, which meets every threshold."""
+    model = refusion_lit.load(MODELS["nld-tiny"])
+    one_forward, thorough = (
+        model.generate(
+            ["12+34,56+78>"],
+            decoder=LinearSpeculation(block_size=5, threshold=threshold),
+            sampling=SamplingParams(max_new_tokens=17, temperature=0.7, top_k=1),
+        )[0]
+        for threshold in (0.0, 1.0)
+    )
+    assert one_forward.text == thorough.text
+    assert one_forward.num_forwards == thorough.num_forwards
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 3])
 def test_short_responses(num_tokens: int) -> None:
     sampling = SamplingParams(max_new_tokens=num_tokens)

@@ -301,6 +301,8 @@ SLIDING = [
     ("gemma4_text", GEMMA4),
     ("cohere2", {"num_hidden_layers": 4}),
     ("granite_swa", {**GRANITE, "attn_implementation": "eager"}),
+    ("gpt_oss", {**MIXTURE, "attn_implementation": "eager", "experts_implementation": "eager"}),
+    ("llama", {}),  # ignores the window
 ]
 
 

@@ -18,9 +18,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import refusion_lit
 from modeling.test_bad_checkpoints import ASSISTANT, NAMES, copied, load, no_weights, refusal, split  # noqa: F401 - fixture
+from refusion_lit.checkpoints.sharded import load_sharded
 from refusion_lit.modeling.backbone import get_body
 from refusion_lit.modeling.drafter import Drafter, load_drafter
-from refusion_lit.modeling.fsdp import load_sharded
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.saving import save_drafter
 from refusion_lit.modeling.stored_tensors import first_not_finite

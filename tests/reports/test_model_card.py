@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -14,9 +16,11 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 
 from refusion_lit.decoding import FastDLLM, ReFusion
 from refusion_lit.modeling.drafter import DrafterOptions, DrafterOrigin
+from refusion_lit.modeling.saving import prompt_code
 from refusion_lit.reports.model_card import drafter_card, model_card
 from refusion_lit.types import AttentionKind, ModelTraits, Prediction
 from reports.samples import predictions, write_run
+from support.tokenizer_zoo import make_tokenizer
 
 CONFIG = {
     "seed_everything": 7,
@@ -51,6 +55,24 @@ def test_a_card_says_what_works_without_this_package() -> None:
     assert "`lm_eval --model hf` gives wrong ones" in model_card("out", hybrid, None)
     bidirectional = ModelTraits(attention="bidirectional", predictions=("mask",))
     assert "Without refusion-lit" not in model_card("out", bidirectional, None)
+
+
+def test_the_program_of_a_card_prints_the_text_that_continues_the_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SentencePiece drops the space at the beginning of a text, and a response is a part of a text."""
+    tokenizer = make_tokenizer("llama2")
+    whole = tokenizer("The capital of France is Paris.", return_tensors="pt").input_ids
+    model = SimpleNamespace(generate=lambda *_, **__: whole)
+    for name, part in (("PreTrainedTokenizerFast", tokenizer), ("AutoModelForCausalLM", model)):
+        monkeypatch.setattr(f"transformers.{name}.from_pretrained", lambda *_, part=part: part)
+    traits = ModelTraits(predictions=("next_token",))
+    prompt = prompt_code(tokenizer, "The capital of France")
+    origin = DrafterOrigin(options=DrafterOptions(), base="base")
+    for card in (model_card("out", traits, None, prompt=prompt), drafter_card("out", origin, prompt=prompt)):
+        [program] = [part for part in re.findall(r"```python\n(.*?)```", card, re.S) if "from transformers" in part]
+        exec(program, {})
+        assert capsys.readouterr().out == " is Paris.\n"
 
 
 def test_the_commands_of_a_card_quote_its_path() -> None:

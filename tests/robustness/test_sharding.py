@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from cli.conftest import QUICKSTART
 from refusion_lit import load
 from refusion_lit.checkpoints.files import find_newest, read_checkpoint
+from refusion_lit.checkpoints.sharded import check_index
 from refusion_lit.cli import main
-from refusion_lit.modeling.fsdp import check_index
 from robustness.conftest import torchrun
 from support.forks import finished, start
 

@@ -7,11 +7,13 @@ import warnings
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from refusion_lit import SlotDiffusionModule
 from refusion_lit.contrib import R2FT, SoftTail
@@ -22,7 +24,14 @@ from refusion_lit.evaluation.loop import EvaluationOptions
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
 from refusion_lit.tasks import Additions
-from refusion_lit.training.optimizer import WarmupCosine, make_optimizer, make_scheduler, parameter_groups
+from refusion_lit.training.optimizer import (
+    WarmupCosine,
+    apply_optimizer_options,
+    make_optimizer,
+    make_scheduler,
+    parameter_groups,
+    read_optimizer_options,
+)
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.files import acquire_lock, release_lock
 from support.tiny import TINY_QWEN
@@ -55,6 +64,15 @@ def test_norms_and_biases_get_no_weight_decay() -> None:
     assert parameter_groups(model)[0]["params"] == []
 
 
+def test_an_attention_pattern_that_the_objective_replaces_is_refused(tmp_path: Path) -> None:
+    module, data = _parts()
+    module.backbone_config = BackboneConfig(config=TINY_QWEN, attention="bidirectional")
+    with pytest.raises(ValueError, match=r"^model\.backbone\.attention: expected .*causal, .*Hybrid"):
+        _trainer(tmp_path).fit(module, data)
+    module.backbone_config = BackboneConfig(config=TINY_QWEN, attention="causal")
+    _trainer(tmp_path, max_steps=1).fit(module, data)
+
+
 def test_base_classes_and_schedules_by_validation_figures_are_refused_by_name() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"^model\.optimizer\.class_path: .*'Optimizer'"):
@@ -65,6 +83,26 @@ def test_base_classes_and_schedules_by_validation_figures_are_refused_by_name() 
             make_scheduler(optimizer, cls)
     with pytest.raises(ValueError, match=r"^model\.lr_scheduler: .*init_args"):
         make_scheduler(optimizer, lambda made: torch.optim.lr_scheduler.OneCycleLR(made, max_lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [(torch.optim.AdamW, "amsgrad"), (torch.optim.RMSprop, "centered"), (torch.optim.RMSprop, "momentum")],
+)
+def test_a_resumed_optimizer_takes_no_option_that_needs_other_averages(
+    make: type[torch.optim.Optimizer], option: str
+) -> None:
+    def options(**values: object) -> tuple[torch.optim.Optimizer, LambdaLR, dict[str, Any]]:
+        optimizer = make([nn.Parameter(torch.zeros(1))], lr=0.1, **values)
+        schedule = LambdaLR(optimizer, lambda _: 1.0)
+        return optimizer, schedule, read_optimizer_options(optimizer, schedule)
+
+    optimizer, schedule, before = options()
+    with pytest.raises(ValueError, match=rf"^model\.optimizer\.{option}: "):
+        apply_optimizer_options(optimizer, schedule, before, options(**{option: 1})[2])
+    optimizer, schedule, before = options(**{option: 1})
+    apply_optimizer_options(optimizer, schedule, before, options()[2])
+    assert not optimizer.param_groups[0][option]
 
 
 def test_warm_up_then_cosine() -> None:

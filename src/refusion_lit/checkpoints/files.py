@@ -11,7 +11,7 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
-from refusion_lit.modeling.fsdp import INDEX, check_index
+from refusion_lit.checkpoints.sharded import INDEX, check_index
 from refusion_lit.modeling.stored_tensors import first_not_finite
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require

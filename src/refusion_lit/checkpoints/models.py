@@ -20,13 +20,13 @@ from refusion_lit.checkpoints.files import (
     read_checkpoint,
 )
 from refusion_lit.checkpoints.metadata import CheckpointMetadata
+from refusion_lit.checkpoints.sharded import load_sharded
 from refusion_lit.data.tokenizers import load_tokenizer, tokenizer_from_files
 from refusion_lit.decoding import Decoder, named_decoder
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.block_drafter import FOLDER
 from refusion_lit.modeling.chat_template import set_chat_options
 from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, check_draft, load_drafter
-from refusion_lit.modeling.fsdp import load_sharded
 from refusion_lit.modeling.load import BackboneConfig, DType, attach, decoding_dtype, default_device
 from refusion_lit.modeling.lora import merged, untie
 from refusion_lit.modeling.saving import HAS_DRAFTER

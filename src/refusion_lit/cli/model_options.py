@@ -47,12 +47,13 @@ class ModelParser(OneLineParser):
 
 def _without_decoder(args: Sequence[str]) -> list[str]:
     """Return arguments without ``--decoder.NAME VALUE`` and ``--decoder.NAME=VALUE``."""
-    rest, is_value = [], False
+    rest, expects_value = [], False
     for arg in args:
         is_option = arg.startswith("--decoder.")
-        if not is_option and not (is_value and not arg.startswith("--")):
+        is_value = expects_value and not arg.startswith("--")
+        if not (is_option or is_value):
             rest.append(arg)
-        is_value = is_option and "=" not in arg
+        expects_value = is_option and "=" not in arg
     return rest
 
 
@@ -135,8 +136,11 @@ def build_sampling(options: Namespace) -> SamplingParams:
         ValueError: If they are impossible.
     """
     stop = options.stop
-    is_list = isinstance(stop, str) and stop[:1] + stop[-1:] == "[]"  # which could not be read as a list of strings
-    require(not is_list, "stop", "a string or a list of strings", stop, "quote numbers and signs, as in '[\"2\"]'")
+    # The parser leaves a list as text if an item is no string: [2] would become the stop string "[2]".
+    is_unread_list = isinstance(stop, str) and stop.startswith("[") and stop.endswith("]")
+    require(
+        not is_unread_list, "stop", "a string or a list of strings", stop, "quote numbers and signs, as in '[\"2\"]'"
+    )
     sampling = build_options(SamplingParams, options, stop=tuple(as_list(stop)))
     if options.decoder is not None:
         options.decoder.check(sampling)

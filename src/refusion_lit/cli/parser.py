@@ -218,7 +218,7 @@ def _explain_missing_class(action: argparse.Action | None, option: str, message:
     is_nested = "NestedArg(key=" in message and _CLASS.search(message) is not None
     if not known or not (is_base or is_nested or "dict[str" in hint):
         return None
-    values = re.findall(r"Given value: (.*)", message)
+    values = re.findall(r"(?:Given|Got) value: (.*)", message)
     value = _read_value(values[-1]) if values else {}
     if "dict[str" in hint:  # classes by name
         entries = value if isinstance(value, Mapping) else {"NAME": value}

@@ -228,17 +228,18 @@ def choose_most_probable(
     num_reached = min(map(len, masked_seams))  # a stop string may end some responses before others
     scores = []
     for prompt, row, seams, probe_row in zip(prompts, rows, masked_seams, probe_rows, strict=True):
-        spans = [place for place in range(len(row.token_ids))
-                 if place >= len(prompt.given) or prompt.given[place] is None]  # fmt: skip
-        drafted = (_mean_log(prompt, row, spans, row), _mean_log(prompt, row, seams[:num_reached], probe_row))
-        scores.append(sum(drafted))
-    every = [*rows, *probe_rows]
+        generated = [place for place in range(len(row.token_ids))
+                     if place >= len(prompt.given) or prompt.given[place] is None]  # fmt: skip
+        filling_score = _mean_log(prompt, row, generated, row)
+        fit_score = _mean_log(prompt, row, seams[:num_reached], probe_row)  # how well the text right of spans follows
+        scores.append(filling_score + fit_score)
+    candidates = [*rows, *probe_rows]
     return replace(
         rows[scores.index(max(scores))],
-        num_forwards=sum(row.num_forwards for row in every),
-        num_positions=sum(row.num_positions for row in every),
-        seconds=sum(row.seconds for row in every),
-        forward_shapes=[shape for row in every for shape in row.forward_shapes],
+        num_forwards=sum(row.num_forwards for row in candidates),
+        num_positions=sum(row.num_positions for row in candidates),
+        seconds=sum(row.seconds for row in candidates),
+        forward_shapes=[shape for row in candidates for shape in row.forward_shapes],
     )
 
 

@@ -61,7 +61,7 @@ FORMATS = {
 """Formats by name: Hermes and Qwen, Llama 3, Mistral with a list of calls, and newer Mistral with ``[ARGS]``."""
 
 
-def find_format(chat_template: object, name: str = "auto") -> ToolFormat | None:
+def find_tool_format(chat_template: object, name: str = "auto") -> ToolFormat | None:
     """Return the format in which a chat template's model writes calls; ``None`` if the template has no known format.
 
     Args:
@@ -71,7 +71,7 @@ def find_format(chat_template: object, name: str = "auto") -> ToolFormat | None:
     Raises:
         ValueError: If the name is unknown.
 
-    >>> find_format("{{ tools }}<tool_call>{{ call | tojson }}</tool_call>").closing
+    >>> find_tool_format("{{ tools }}<tool_call>{{ call | tojson }}</tool_call>").closing
     '</tool_call>'
     """
     require_choice("tool_format", name, ["auto", *FORMATS])

@@ -143,7 +143,7 @@ class SoftTail(Objective):
 
 
 def mask_density(is_masked: Bool[Tensor, "batch token"], decay: float) -> Float[Tensor, "batch token"]:
-    """Return S for the target after every position, in float64.
+    """Return the sum S of :class:`SoftTail` for the target after every position, in float64.
 
     Args:
         is_masked: Whether a position holds a mask.
@@ -151,7 +151,8 @@ def mask_density(is_masked: Bool[Tensor, "batch token"], decay: float) -> Float[
     """
     masks = is_masked.double()
     density = masks * (1 + F.pad(masks, (1, 0))[:, :-1])
-    # S_(n+1) = C_n + (1 - p) S_n, summed over 1, 2, 4, ... positions.
+    # S_(n+1) = C_n + (1 - p) S_n sums over all earlier positions. Doubling computes the sum in few passes: before a
+    # pass, `density` sums over the last `step` positions and `factor` is (1 - p)^step; a pass doubles `step`.
     step = 1
     factor = 1 - decay
     while step < density.shape[1]:

@@ -50,11 +50,12 @@ def encode_prompt(
         ValueError: If a character is unknown, the chat template refuses or drops a turn or does not read an option,
             or the prompt is empty.
     """
+    require(isinstance(query, str), "query", "a text", query, "give turns of a chat as messages")
     turns = _read_turns(messages) or [{"role": "user", "content": query}]
     guard = _Guard(tokenizer, [query, *_texts_in([turns, tools])])
     if chat_options:
         check_chat_options(tokenizer, chat_options)
-    rendered = _render(tokenizer, guard, turns, prompt_template, query, tools, chat_options=chat_options)
+    rendered = _render(tokenizer, guard, turns, prompt_template, tools, chat_options=chat_options)
     _check_turns(tokenizer, turns, tools, chat_options)
     ids = _encode_rendered(tokenizer, guard, rendered)
     if not ids:
@@ -93,7 +94,7 @@ def encode_response(
     """
     turns = _read_turns(messages) or [{"role": "user", "content": query}]
     guard = _Guard(tokenizer, [query, response, *_texts_in([turns, tools, answer])])
-    opened = _render(tokenizer, guard, turns, prompt_template, query, tools)
+    opened = _render(tokenizer, guard, turns, prompt_template, tools)
     if answer is not None:
         return _encode_answer(tokenizer, guard, turns, answer, tools, opened, prompt_ids)
     eos = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
@@ -110,7 +111,7 @@ def encode_response(
     def render(content: str) -> str:
         answered = [*turns, {"role": "assistant", "content": content}]
         try:
-            return _render(tokenizer, guard, answered, prompt_template, query, tools, is_open=False)
+            return _render(tokenizer, guard, answered, prompt_template, tools, is_open=False)
         except ValueError:  # a template may refuse what the prompt's template does not
             return ""
 
@@ -202,7 +203,7 @@ def _encode_answer(
     require(has_template, option, "text, as the tokenizer has no chat template", _get_parts(answer), fix)
 
     def render(turn: Mapping[str, Any]) -> str:
-        return _render(tokenizer, guard, [*turns, turn], "", "", tools, is_open=False)
+        return _render(tokenizer, guard, [*turns, turn], "", tools, is_open=False)
 
     try:
         rendered = render(answer)
@@ -282,10 +283,16 @@ def _read_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     """Return chat turns whose contents are texts; the text parts of a content are joined.
 
     Raises:
-        ValueError: If a content has a part of another type, such as an image, which a template may render silently.
+        ValueError: If a turn has no role, or a content has a part of another type, such as an image, which a template
+            may render silently.
     """
+    is_sequence = isinstance(messages, Iterable) and not isinstance(messages, str | Mapping)
+    fix = "put a single turn in a list"
+    require(is_sequence, "messages", "a list of turns, each a dict with role and content", messages, fix)
     turns: list[Mapping[str, Any]] = []
     for number, turn in enumerate(messages):
+        is_turn = isinstance(turn, Mapping) and isinstance(turn.get("role"), str)
+        require(is_turn, f"messages.{number}", "a dict with role and content", turn, "write {role: user, content: ...}")
         content = turn.get("content")
         if not isinstance(content, list | tuple):
             turns.append(turn)
@@ -310,7 +317,6 @@ def _render(
     guard: _Guard,
     turns: Sequence[Mapping[str, Any]],
     prompt_template: str,
-    query: str,
     tools: Sequence[Mapping[str, Any]],
     *,
     is_open: bool = True,
@@ -323,7 +329,6 @@ def _render(
         guard: Marks the names.
         turns: The turns.
         prompt_template: Text with ``{query}`` in it, for tokenizers without a chat template.
-        query: The query, for tokenizers without a chat template.
         tools: Descriptions of tools for the chat template.
         is_open: Whether the text ends with the opening of the assistant's turn.
         chat_options: Options of the chat template besides the options that are kept with the tokenizer.
@@ -336,7 +341,7 @@ def _render(
         expected = "one turn, as the tokenizer has no chat template"
         fix = "leave out the other turns, or use a tokenizer with a chat template"
         require(len(turns) == 1, "messages", expected, f"turns of {roles}", fix)
-        return prompt_template.replace("{query}", guard.mark(query))
+        return prompt_template.replace("{query}", guard.mark(str(turns[0].get("content") or "")))
     marked: Any = _map_texts(guard.mark, list(turns))
     options: dict[str, Any] = {**get_chat_options(tokenizer), **(chat_options or {})}
     if tools:
@@ -528,7 +533,7 @@ def render_chat(
     """
     guard = _Guard(tokenizer, _texts_in(messages))
     options = {"continue_final_message": not is_open}
-    return guard.split(_render(tokenizer, guard, messages, "", "", (), is_open=is_open, chat_options=options))
+    return guard.split(_render(tokenizer, guard, messages, "", (), is_open=is_open, chat_options=options))
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, parts: Sequence[tuple[str, bool]]) -> list[int]:

@@ -41,12 +41,14 @@ class _NemotronFormat(CheckpointFormat):
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a config; the default decoder uses the training's ``block_size``."""
         options = super().library_options(values)
-        rope = values.get("rope_parameters") or values.get("rope_scaling")
-        for name in _ROPE if rope is not None else ():
-            value = rope.get(name) if isinstance(rope, Mapping) else None
-            option = f"backbone.source: rope_parameters.{name}"
-            require(is_number(value, Real), option, "a number", value, "fetch config.json again")
-        if values.get("block_size") is not None:
+        for entry in ("rope_parameters", "rope_scaling"):
+            rope = values.get(entry)
+            for name in _ROPE if rope is not None else ():
+                value = rope.get(name) if isinstance(rope, Mapping) else None
+                option = f"backbone.source: {entry}.{name}"
+                require(is_number(value, Real), option, "a number", value, "fetch config.json again")
+        require_at_least("backbone.source: mask_token_id", values.get("mask_token_id"), 0)
+        if "block_size" in values:
             require_at_least("backbone.source: block_size", values["block_size"], 1)
             options["refusion_lit"]["decoder"]["init_args"]["block_size"] = values["block_size"]
         return options
@@ -227,8 +229,8 @@ class LinearSpeculation(_BlockOfMasks):
     depend on the drafts.
 
     Attributes:
-        threshold: 0: draft in a single forward. Above 0: in every forward keep the drafts of at least this probability,
-            or the most probable draft, until no mask is left.
+        threshold: 0: draft in a single forward. Above 0: in every forward keep the drafts of at least this probability
+            (after temperature, top-k and top-p), or the most probable draft, until no mask is left.
 
     >>> import refusion_lit
     >>> model = refusion_lit.load("tests/goldens/published_2026/models/nld-tiny")
@@ -250,13 +252,17 @@ class LinearSpeculation(_BlockOfMasks):
         start = state.num_cached = state.prompt_length + place - 1
         block = [state.tokens[place - 1], *[state.mask_token_id] * (self.block_size - 1)]
         mask_offsets = [*range(1, self.block_size)]
+        needs_confidence = self.threshold > 0
+        # As in the program, a drawn draft's confidence is its probability after the temperature.
+        statistic = "filtered" if needs_confidence and state.sampling.temperature > 0 else None
         while mask_offsets:
             # Without a round, noise depends on the position alone, so the verification draws with the same noise.
-            draw = Draw(sampling=state.sampling, with_probability=self.threshold > 0)
+            draw = Draw(sampling=state.sampling, statistic=statistic, with_probability=needs_confidence)
             branch = _block_branch(state, block, mask_offsets)
             [reading] = yield Forward(phase="draft", branches=(branch,), draw=draw)
             indices = range(len(mask_offsets))
-            chosen = indices if self.threshold == 0 else _sure_or_best(reading.probabilities, self.threshold)
+            confidences = reading.statistic or reading.probabilities
+            chosen = _sure_or_best(confidences, self.threshold) if needs_confidence else indices
             for i in chosen:
                 block[mask_offsets[i]] = reading.tokens[i]
             mask_offsets = [mask_offsets[i] for i in indices if i not in chosen]

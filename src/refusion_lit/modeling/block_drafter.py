@@ -301,6 +301,11 @@ def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssist
     folder = Path(directory)
     try:
         config = MuseGlimmerAssistantConfig.from_pretrained(folder)
+        if not config.target_layer_ids:
+            raise ValueError(f"target_layer_ids {config.target_layer_ids}")
+        share = (config.rope_parameters or {}).get("partial_rotary_factor")
+        if share not in (None, 1):
+            raise ValueError(f"partial_rotary_factor {share}")
         with torch.device("meta"):
             wanted = {name: tuple(weight.shape) for name, weight in BlockDrafter(config).network.named_parameters()}
     except Exception as error:  # transformers' configs and models raise errors of their own
@@ -318,8 +323,10 @@ def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssist
     if not 0 <= config.mask_token_id < num_ids:
         expected = f"a drafter of the vocabulary of {num_ids} tokens of {name}"
         raise _refused(folder, expected, f"mask_token_id {config.mask_token_id}", fix)
-    if config.block_size < 2:
-        raise _refused(folder, "blocks of at least 2 tokens", f"block_size {config.block_size}", "correct config.json")
+    context = config.max_position_embeddings
+    if not 2 <= config.block_size <= context:
+        expected = f"blocks of 2 to {context} tokens, its context"
+        raise _refused(folder, expected, f"block_size {config.block_size}", "correct config.json")
     if missing := missing_shards(folder):
         raise _refused(folder, "all shards of its index", f"none for {', '.join(missing)}", "fetch them again")
     tensors = read_headers(folder, "draft")
@@ -338,7 +345,7 @@ def _refused(place: Path, expected: str, got: str, fix: str) -> ValueError:
     return ValueError(f"draft: expected {expected}, got {got} in {place}; {fix}.")
 
 
-def check_vocabulary(directory: str | Path, vocabulary: Mapping[str, int]) -> None:
+def check_drafter_vocabulary(directory: str | Path, vocabulary: Mapping[str, int]) -> None:
     """Refuse a drafter whose directory has a tokenizer with other ids than the model's.
 
     Args:
@@ -364,6 +371,26 @@ def check_vocabulary(directory: str | Path, vocabulary: Mapping[str, int]) -> No
         raise _refused(file, expected, f"id {ids[other]}", "give the drafter of this model")
 
 
+def check_base_weights(body: nn.Module, digest: object, expected: str) -> None:
+    """Refuse a model with other weights than the model that a drafter was trained for.
+
+    Args:
+        body: The model's body.
+        digest: The digest that the drafter's directory records; ``None`` if it records none.
+        expected: The drafter's model, for messages.
+
+    Raises:
+        ValueError: If the digests differ.
+    """
+    actual = weights_digest(body.get_submodule("layers"))  # without the embedding, which may have got rows
+    # In float16, the weights are rounded, and the digest rounds them again to bfloat16, so that the digest differs.
+    is_rounded_twice = any(weight.dtype == torch.float16 for weight in body.parameters())
+    got = f"weights {actual}, for which few drafts would be accepted"
+    fits = digest in (None, actual) or is_rounded_twice
+    fix = "load that model, or train a drafter for this one"
+    require(fits, "draft", f"{expected}, with weights {digest}", got, fix)
+
+
 def load_block_drafter(body: nn.Module, directory: str | Path) -> BlockDrafter:
     """Load a directory in transformers' assistant layout.
 
@@ -376,16 +403,13 @@ def load_block_drafter(body: nn.Module, directory: str | Path) -> BlockDrafter:
     """
     config = check_block_drafter(directory, body.config)
     entry = getattr(config, ENTRY, None) or {}
-    digest = entry.get("base_weights") if isinstance(entry, dict) else None
-    is_rounded_twice = any(weight.dtype == torch.float16 for weight in body.parameters())
-    if digest is not None and not is_rounded_twice and digest != weights_digest(body.get_submodule("layers")):
-        expected = f"the model of the drafter ({entry.get('base')}; weights {digest})"
-        raise _refused(Path(directory), expected, "a model with other weights", "load that model, or train a drafter")
+    entry = entry if isinstance(entry, dict) else {}
+    check_base_weights(body, entry.get("base_weights"), f"the model of {directory} ({entry.get('base')})")
     try:
         weights = load_checked(weight_files(Path(directory)))
     except (OSError, SafetensorError) as error:
         raise _refused(Path(directory), "weights", error_reason(error), "fetch it again") from error
-    drafter = BlockDrafter(config, entry.get("base") if isinstance(entry, dict) else None)
+    drafter = BlockDrafter(config, entry.get("base"))
     drafter.network.load_state_dict(weights)
     like = next(body.parameters())
     return drafter.to(like.device, like.dtype)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from jinja2 import Environment, TemplateSyntaxError
+from jinja2 import TemplateError
+from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from refusion_lit.utils.require import require
 
@@ -77,35 +80,16 @@ def effort_options(tokenizer: Any, effort: str | None) -> dict[str, Any]:  # noq
 
 
 def _names_in(template: str | Mapping[str, str]) -> set[str]:
-    """Return the names that a chat template reads and does not assign.
-
-    Templates use tags of transformers' own, so they are split into tokens instead of parsed.
-    """
+    """Return the names that a chat template reads and does not assign, without what transformers gives to all."""
     sources = [template] if isinstance(template, str) else [*template.values()]
-    names: set[str] = set()
-    assigned: set[str] = set()
-    for source in sources:
-        try:
-            tokens = [(kind, value) for _, kind, value in Environment().lex(source) if kind != "whitespace"]
-        except TemplateSyntaxError:
-            continue
-        values = ["", "", *(value for _, value in tokens), ""]
-        for place, (kind, name) in enumerate(tokens, start=2):
-            earlier, previous, following = values[place - 2], values[place - 1], values[place + 1]
-            is_attribute_or_test = previous in (".", "is", "|") or (earlier, previous) == ("is", "not")
-            if kind != "name" or is_attribute_or_test:
-                continue
-            if previous in ("set", "for", "macro"):
-                assigned.add(name)
-            elif following != "=":  # the name of an argument
-                names.add(name)
-    return names - assigned - _KEYWORDS
+    return set().union(*map(_names_in_source, sources)) - {*PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES}
 
 
-_KEYWORDS = {
-    "if", "elif", "else", "endif", "for", "endfor", "in", "is", "not", "and", "or", "set", "endset", "macro",
-    "endmacro", "block", "endblock", "call", "endcall", "filter", "endfilter", "generation", "endgeneration", "break",
-    "continue", "do", "with", "endwith", "true", "false", "none", "True", "False", "None", "loop", "namespace", "range",
-    "raise_exception", "strftime_now", "recursive", "defined", "dict", "joiner", "cycler", "lipsum", "scoped", "raw",
-    "endraw", "bos_token", "eos_token", "pad_token", "unk_token", "ns",
-}  # fmt: skip
+@cache
+def _names_in_source(source: str) -> frozenset[str]:
+    try:
+        environment = _compile_jinja_template(source).environment  # with transformers' tags and functions
+        names = find_undeclared_variables(environment.parse(source))
+    except TemplateError:  # which rendering reports
+        return frozenset()
+    return frozenset(names - environment.globals.keys())

@@ -25,15 +25,15 @@ from torch.nn import functional as F
 from refusion_lit.modeling.block_drafter import (
     BlockDrafter,
     BlockDrafterOptions,
+    check_base_weights,
     check_block_drafter,
-    check_vocabulary,
+    check_drafter_vocabulary,
     is_block_drafter,
     load_block_drafter,
 )
 from refusion_lit.modeling.stored_tensors import load_checked
 from refusion_lit.modeling.transformers_forward import library_mask
 from refusion_lit.modeling.visibility import AttentionMask
-from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import check_options, require
 
@@ -212,7 +212,7 @@ def check_draft(directory: str | Path, target: Any, vocabulary: Mapping[str, int
     """
     if is_block_drafter(directory):
         check_block_drafter(directory, target)
-        check_vocabulary(directory, vocabulary)
+        check_drafter_vocabulary(directory, vocabulary)
 
 
 def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDrafter:
@@ -232,7 +232,7 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDraft
         values = json.loads((path / OPTIONS_FILE).read_text(encoding="utf-8"))
         origin = DrafterOrigin.from_dict(values)
         is_current = values["format"] == FORMAT
-        digest = str(values["base_weights"])
+        digest = values["base_weights"]
     except (OSError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise _no_drafter(path, error) from error
     try:
@@ -240,14 +240,7 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDraft
     except (OSError, SafetensorError) as error:
         raise _no_drafter(path, error) from error
     require(is_current, "draft", f"a drafter in format {FORMAT}", f"{path} in another", "export it again")
-    actual = weights_digest(body.get_submodule("layers"))  # without the embedding, which may have got rows
-    # In float16, the weights are rounded, and the digest rounds them again to bfloat16, so that the digest differs.
-    is_rounded_twice = any(weight.dtype == torch.float16 for weight in body.parameters())
-    if digest != actual and not is_rounded_twice:
-        raise ValueError(
-            f"draft: expected the model of {path} ({origin.base}; weights {digest}; see its README), got weights "
-            f"{actual}, for which few drafts would be accepted. Load that model, or train a drafter for this one."
-        )
+    check_base_weights(body, digest, f"the model of {path} ({origin.base}; see its README)")
     assert isinstance(origin.options, DrafterOptions)
     drafter = Drafter(body, origin.options, origin.base)
     expected = {name: weight.shape for name, weight in drafter.state_dict().items()}

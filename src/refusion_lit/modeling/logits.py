@@ -86,7 +86,7 @@ class ChangedHead:
 
     Attributes:
         linear: Maps hidden states to the head's logits.
-        change: The change.
+        change: Scales or softcaps the head's logits.
         weight: The head's weights.
     """
 
@@ -95,5 +95,5 @@ class ChangedHead:
     weight: Tensor
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return logits."""
+        """Return the scaled or softcapped logits."""
         return self.change(self.linear(hidden))

@@ -25,8 +25,8 @@ from refusion_lit.constraints.tool_calls import (
     Piece,
     ThoughtPiece,
     ToolFormat,
-    find_format,
     find_thought_tags,
+    find_tool_format,
 )
 from refusion_lit.data.encoding import encode_plain_prompt
 from refusion_lit.engine.checks import check_prompts
@@ -205,7 +205,7 @@ class Service:
         self.worker = worker
         self.name = name
         tokenizer = worker.model.tokenizer
-        self.tool_format = find_format(tokenizer.chat_template, tool_format)
+        self.tool_format = find_tool_format(tokenizer.chat_template, tool_format)
         self.separate_reasoning = separate_reasoning
         self.thought_tags = find_thought_tags(tokenizer.chat_template)
         special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}

@@ -12,6 +12,14 @@ from typing import Any, Literal, Self, get_args
 
 from refusion_lit.noise import uniform_scalar
 from refusion_lit.tasks.base import MORE_THAN_TEXT, Example, Split, Task
+from refusion_lit.tasks.chat_rows import (
+    TRAINING_MARKS,
+    has_parts,
+    is_context,
+    read_earlier_turns,
+    read_tools,
+    read_turns,
+)
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require, require_choice, require_number
 from refusion_lit.utils.rows import DataRow, drop_nested_nulls, read_rows, rows_in
@@ -28,16 +36,6 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "conversations": ("conversations",),
 }
-_SHAREGPT_ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "model": "assistant", "bot": "assistant", "system": "system", "developer": "developer", "tool": "tool",
-    "observation": "tool",
-}  # fmt: skip
-"""Roles of chat turns by their names in ShareGPT's format."""
-_TRAINED = ("weight", "train", "training", "loss")
-"""Fields in which other programs mark assistant turns: OpenAI and Mistral (``weight``), axolotl, and ms-swift."""
-_SYSTEM = ("system", "system_prompt")
-"""Fields of a row with the text of the system turn."""
 _FIX_FIELDS = (
     "add it, or set data.task.query_field and data.task.response_field, or data.task.preset (one of "
     f"{', '.join(_FIELDS)})"
@@ -296,12 +294,12 @@ class InstructionFiles(FileTask):
         preset = self._detect(values) if self.preset == "auto" else self.preset
         if preset in ("messages", "conversations"):
             name = self.query_field or preset
-            turns = _read_turns(row, name)
+            turns = read_turns(row, name)
             return self._from_turns(row, identity, name, turns, split)
         query_field, response_field = _FIELDS[preset]
         query_field, response_field = self.query_field or query_field, self.response_field or response_field
         if isinstance(values.get(query_field), list) and isinstance(values.get(response_field), list):
-            first, last = _read_turns(row, query_field), _read_turns(row, response_field, begins=False)
+            first, last = read_turns(row, query_field), read_turns(row, response_field, begins=False)
             return self._from_turns(row, identity, response_field, [*first, *last], split, start=len(first))
         query = row.text(query_field, _FIX_FIELDS)
         response = row.text(response_field, _FIX_FIELDS)
@@ -309,7 +307,7 @@ class InstructionFiles(FileTask):
             query = f"{query}\n\n{row.text('input')}"
         fix = "remove it, or set malformed: skip in the task"
         require(bool(response.strip()), row.location, "a response that is not empty", response, fix)
-        messages = _earlier_turns(row, query, has_history=preset == "instruction")
+        messages = read_earlier_turns(row, query, has_history=preset == "instruction")
         return [Example(id=identity, query=query, response=response, messages=messages)]
 
     def _detect(self, values: Mapping[str, Any]) -> str:
@@ -340,12 +338,12 @@ class InstructionFiles(FileTask):
         if self.assistant_turns == "last":
             answers = [last]
         for i in answers:
-            for mark in _TRAINED:
+            for mark in TRAINING_MARKS:
                 where = f"{row.location}: turn {i + 1} (assistant) of {name!r}"
                 weight = turns[i].get(mark)
                 fix = "correct or remove the row"
                 require(weight in (None, 0, 1), where, f"a {mark} of 0 or 1, or none", weight, fix)
-        trained = [i for i in answers if not _is_context(turns[i]) and _has_parts(turns[i])]
+        trained = [i for i in answers if not is_context(turns[i]) and has_parts(turns[i])]
         parts = {i: [part for part in MORE_THAN_TEXT if turns[i].get(part)] for i in trained}
         if self.assistant_parts == "text":
             where, fix = f"{row.location}: {name}", "set data.task.assistant_parts: all, or correct or remove the row"
@@ -353,13 +351,13 @@ class InstructionFiles(FileTask):
             require(not parts.get(last), where, expected, turns[last], fix)
             self.num_context_turns[split] += sum(bool(parts[i]) for i in trained)
             trained = [i for i in trained if not parts[i]]
-        is_trained = bool(trained) and (last in trained or _is_context(turns[last]))
+        is_trained = bool(trained) and (last in trained or is_context(turns[last]))
         expected = f"text or tool calls, and a weight of 1 or none, in turn {last + 1} (assistant)"
         require(is_trained, f"{row.location}: {name}", expected, turns[last], "correct or remove the row")
         for turn in turns[: trained[-1] + 1]:
             row.check_unicode(name, json.dumps(turn, ensure_ascii=False))
         tools = row.require_values().get("tools")
-        meta = {"tools": _read_tools(row, tools)} if tools else {}
+        meta = {"tools": read_tools(row, tools)} if tools else {}
         return [
             Example(
                 id=identity if i == trained[-1] else f"{identity}#turn{i + 1}",
@@ -377,123 +375,6 @@ def _read_id(row: DataRow) -> str | None:
     """Return a row's id; ``None`` unless it is text or an integer."""
     value = (row.values or {}).get("id")
     return row.check_unicode("id", str(value)) if type(value) in (str, int) else None
-
-
-def _read_tools(row: DataRow, tools: object) -> list[Any]:
-    """Return a row's descriptions of tools, which may be JSON text.
-
-    Raises:
-        ValueError: If they are no list of mappings.
-    """
-    try:
-        values = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError:
-        values = tools
-    are_tools = isinstance(values, list) and all(isinstance(tool, Mapping) for tool in values)
-    require(are_tools, f"{row.location}: tools", "a list of mappings, or its JSON text", tools, "correct it")
-    assert isinstance(values, list)
-    return values
-
-
-def _read_turns(row: DataRow, name: str, *, begins: bool = True) -> list[dict[str, Any]]:
-    """Return the chat turns in a field, with ``role`` and ``content``.
-
-    Args:
-        row: The row.
-        name: The field.
-        begins: Whether the chat begins with the turns; the row's system text then comes before them.
-
-    Raises:
-        ValueError: Naming the row, the turn and what is wrong.
-    """
-    values = row.require_values()
-    turns: Any = values.get(name)
-    if not isinstance(turns, list) or not turns:
-        names = ", ".join(map(repr, values))
-        raise ValueError(
-            f"{row.location}: expected a list of turns with role and content in field {name!r}, got {turns!r:.80} (the "
-            f"row has {names}); set data.task.query_field to the field of the turns, or data.task.preset to one of "
-            f"{', '.join(_FIELDS)}."
-        )
-    turns = [_rename(turn, f"{row.location}: turn {number} of {name!r}") for number, turn in enumerate(turns, start=1)]
-    for number, turn in enumerate(turns, start=1):
-        if not _is_turn(turn):
-            role = f" ({turn['role']})" if isinstance(turn, dict) and isinstance(turn.get("role"), str) else ""
-            raise ValueError(
-                f"{row.location}: expected role and text content in turn {number}{role} of {name!r}, got {turn!r:.80}; "
-                "correct the field (content may be null beside tool_calls), or set data.task.malformed: skip."
-            )
-    system = _read_system(row)
-    if begins and system and turns[0]["role"] not in ("system", "developer"):
-        turns = [{"role": "system", "content": system}, *turns]
-    return turns
-
-
-def _read_system(row: DataRow) -> str:
-    """Return the text of a row's system turn; empty if the row has none."""
-    return next((row.text(name) for name in _SYSTEM if row.require_values().get(name)), "")
-
-
-def _rename(turn: object, where: str) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a turn with ``role`` and ``content``, for ShareGPT's turns with ``from`` and ``value``."""
-    if not isinstance(turn, dict):
-        return turn
-    turn = {key: value for key, value in turn.items() if value is not None or key == "content"}  # columns of Parquet
-    calls = turn.get("tool_calls")
-    if isinstance(calls, list):
-        turn["tool_calls"] = [*map(_parse_arguments, calls)]
-    if "from" not in turn or "role" in turn:
-        return turn
-    role = _SHAREGPT_ROLES.get(str(turn["from"]).lower())
-    known = ", ".join(_SHAREGPT_ROLES)
-    require(role is not None, where, f"one of {known} in 'from'", turn["from"], "rename it, or remove the row")
-    return {"role": role, "content": turn.get("value"), **{k: v for k, v in turn.items() if k not in ("from", "value")}}
-
-
-def _parse_arguments(call: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a call whose arguments are a mapping, where JSON text holds it: templates would quote the text again."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
-
-
-def _earlier_turns(row: DataRow, query: str, *, has_history: bool) -> tuple[dict[str, Any], ...]:
-    """Return the turns before an answer of a row with a system text or, in Alpaca's format, ``history``."""
-    system = _read_system(row)
-    history = row.require_values().get("history") if has_history else None
-    if not system and not history:
-        return ()
-    are_pairs = isinstance(history or [], list) and all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
-        for pair in history or []
-    )
-    require(are_pairs, f"{row.location}: history", "pairs of a query and a response", history, "correct or remove it")
-    turns = [{"role": "system", "content": system}] if system else []
-    for before, answer in history or []:
-        turns += [{"role": "user", "content": before}, {"role": "assistant", "content": answer}]
-    return (*turns, {"role": "user", "content": query})
-
-
-def _is_context(turn: Mapping[str, Any]) -> bool:
-    """Return whether an assistant's turn is marked as not to be trained."""
-    return any(turn.get(mark) is not None and not turn[mark] for mark in _TRAINED)
-
-
-def _has_parts(turn: Mapping[str, Any]) -> bool:
-    """Return whether an assistant's turn has text or other parts to train."""
-    return bool((turn.get("content") or "").strip()) or any(turn.get(part) for part in MORE_THAN_TEXT)
-
-
-def _is_turn(turn: object) -> bool:
-    """Return whether a value is a chat turn: role, and content, which may be missing beside tool calls."""
-    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-        return False
-    return isinstance(turn.get("content"), str) or (turn.get("content") is None and bool(turn.get("tool_calls")))
 
 
 def _unique_labels(sources: list[Any], option: str) -> list[str]:

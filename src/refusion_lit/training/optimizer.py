@@ -113,8 +113,8 @@ def make_scheduler(optimizer: Optimizer, make: LRSchedulerCallable) -> LRSchedul
     return scheduler
 
 
-def read_options(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
-    """Return a new optimizer's and its schedule's options as plain values, for :func:`apply_options`."""
+def read_optimizer_options(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
+    """Return a new optimizer's and its schedule's options as plain values, for :func:`apply_optimizer_options`."""
     groups = [
         {"lr": group.get("initial_lr", group["lr"])}
         | {name: value for name, value in group.items() if name not in ("params", "param_names", "lr", "initial_lr")}
@@ -126,7 +126,7 @@ def read_options(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]
     return {"groups": groups, "schedule": {"class_path": type(scheduler).__name__, **plain}}
 
 
-def apply_options(
+def apply_optimizer_options(
     optimizer: Optimizer, scheduler: LRScheduler, before: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
     """Apply options that differ from the checkpoint's options, which Lightning has restored.
@@ -136,19 +136,25 @@ def apply_options(
     Args:
         optimizer: The restored optimizer; changed in place.
         scheduler: Its restored schedule; changed in place.
-        before: Result of :func:`read_options` that the checkpoint stores.
-        options: Result of :func:`read_options` before the state was restored.
+        before: Result of :func:`read_optimizer_options` that the checkpoint stores.
+        options: Result of :func:`read_optimizer_options` before the state was restored.
 
     Raises:
-        ValueError: If the schedule has other options, or is not a factor of the learning rate that has changed.
+        ValueError: If the schedule has other options, or is not a factor of the learning rate that has changed, or an
+            option needs averages that the checkpoint lacks.
     """
     fix = "leave it out, or start a new run from the exported weights as model.backbone.source"
     expected = f"{before['schedule']}, as the run was started with"
     same = before["schedule"] == options["schedule"]
     require(same, "model.lr_scheduler", expected, options["schedule"], fix)
     is_factor = isinstance(scheduler, LambdaLR)
+    need_averages = ("amsgrad", "centered", *(("momentum",) if isinstance(optimizer, torch.optim.RMSprop) else ()))
     for group, old, new in zip(optimizer.param_groups, before["groups"], options["groups"], strict=True):
         changed = {name: value for name, value in new.items() if old.get(name, value) != value}
+        for name in need_averages:
+            is_possible = bool(old.get(name)) or not changed.get(name)
+            expected = f"{old.get(name)}, as the checkpoint lacks averages for it"
+            require(is_possible, f"model.optimizer.{name}", expected, changed.get(name), fix)
         if "lr" in changed:
             expected = f"{old['lr']}, as {type(scheduler).__name__} cannot take another one in a run"
             require(is_factor, "model.optimizer.lr", expected, changed.pop("lr"), fix)
