@@ -34,7 +34,7 @@ import openai
 import torch
 from benchmarks.common import ROOT, resident_bytes, write
 
-from refusion_lit.constraints.tool_calls import CallPiece, CallReader, find_format
+from refusion_lit.constraints.tool_calls import CallPiece, CallReader, find_tool_format
 from refusion_lit.data.encoding import encode_plain_prompt
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.serving import Limits
@@ -95,7 +95,7 @@ class Case:
 
 def make_cases(model: TextModel, decoder: Decoder) -> list[Case]:
     """Return requests with answers that were decoded alone."""
-    tool_format = find_format(model.tokenizer.chat_template)
+    tool_format = find_tool_format(model.tokenizer.chat_template)
     assert tool_format is not None
     cases = []
     for seed, query in enumerate(QUERIES):

@@ -26,7 +26,9 @@ STYLES = {
     "diffusion_forcing": ("#0891b2", "X"),
     "staggered": ("#65a30d", "<"),
     "editable": ("#a16207", ">"),
+    "editable_clipped": ("#facc15", ">"),
     "sdar": ("#0f172a", "d"),
+    "sdar_clipped": ("#64748b", "d"),
     "zarya": ("#ea580c", "*"),
     "uniform": ("#e11d48", "p"),
     "diffusion_gemma": ("#fb7185", "h"),
@@ -107,7 +109,9 @@ SUCCESSORS = (
     ("staggered sets, set diffusion", "staggered", "sets_16_t90"),
     ("dual stream, WeDLM", "dual_stream", "wedlm_16_e40"),
     ("editable blocks, token editing", "editable", "editing_t95_90"),
+    ("editable blocks, clipped noise, token editing", "editable_clipped", "editing_t95_90"),
     ("block diffusion in blocks of 4, SDAR", "sdar", "sdar_t85"),
+    ("block diffusion in blocks of 4, clipped noise, SDAR", "sdar_clipped", "sdar_t85"),
     ("hybrid with Zarya's options, ReFusion", "zarya", "refusion_8_t90"),
 )
 """One setting each, that of ``configs``: these runs have no validation figures to choose by."""
@@ -324,7 +328,7 @@ def draw(shown: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("score on 200 test prompts")
     axes[0].set_ylim(-0.03, 1.03)
-    axes[-1].legend(*axes[1].get_legend_handles_labels(), loc="upper right", fontsize=8)  # walk has all objectives
+    axes[-1].legend(*axes[0].get_legend_handles_labels(), loc="upper right", fontsize=8)  # sheet has all objectives
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

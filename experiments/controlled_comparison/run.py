@@ -48,11 +48,11 @@ HERE = Path(__file__).parent
 OBJECTIVES = ("hybrid", "autoregressive", "masked", "block")
 TASKS = {"walk": Walk, "latin": Latin, "sheet": Sheet}
 SEEDS = (0, 1, 2)
-LATER = ("dual_stream", "soft_tail", "diffusion_forcing", "staggered", "sdar", "zarya")
+LATER = ("dual_stream", "soft_tail", "diffusion_forcing", "staggered", "sdar", "sdar_clipped", "zarya")
 """Objectives that run on ``walk`` and ``sheet`` with one seed; they came after the others."""
 EXTRA = (("sheet", "block", 0, 2.0), *((task, name, 0, 1.0) for name in LATER for task in ("walk", "sheet")))
 """Single runs, with the factor of their budget: block diffusion with as many samples as the others, not positions."""
-NOISES = ("block_clipped", "uniform", "editable", "diffusion_gemma")
+NOISES = ("block_clipped", "uniform", "editable", "editable_clipped", "diffusion_gemma")
 """Objectives with other noise, on ``walk`` and ``sheet`` with all seeds."""
 BUDGETS = {"sheet": 6_000_000, "walk": 8_000_000, "latin": 8_000_000}
 """Token positions computed in each training; a doubled sequence costs double."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from refusion_lit.checkpoints.files import newest_checkpoint, read_checkpoint
+from refusion_lit.checkpoints.files import find_newest, read_checkpoint
 from refusion_lit.modeling.vocabulary import read_special_tokens
 from refusion_lit.utils.files import write_atomically
 
@@ -128,7 +128,7 @@ def fit(name: str, shared: list[str], work: Path, budget: int, num_kept: int) ->
         write_json(work / f"{name}_plan.json", {"num_steps": num_steps, "num_positions": num_positions})
         write_atomically(settings, yaml.safe_dump({"trainer": length(num_steps, num_accumulated, num_kept)}))
         print(f"{name}: {num_steps} steps, {num_positions} positions", flush=True)
-    last = newest_checkpoint([run], resumable=True)
+    last, _ = find_newest([run], resumable=True)
     first_step = 0 if last is None else int(read_checkpoint(last)["global_step"])
     cost = refusion_lit("fit", *shared, *configs(settings), *places(run), "--ckpt_path", "last")
     write_json(done, {"cost_since_last_start": cost, "first_step": first_step})

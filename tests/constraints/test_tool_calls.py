@@ -14,8 +14,8 @@ from refusion_lit.constraints.tool_calls import (
     CallPiece,
     CallReader,
     ThoughtPiece,
-    find_format,
     find_thought_tags,
+    find_tool_format,
 )
 from support.tools import TEMPLATES
 
@@ -162,13 +162,13 @@ def test_what_a_format_writes_is_read_again(name: str, calls: list[tuple[str, st
 
 
 def test_the_format_is_that_of_the_template_or_the_given_one() -> None:
-    assert {name: find_format(template) for name, template in TEMPLATES.items()} == FORMATS
-    assert find_format(TEMPLATES["hermes"], "llama") == FORMATS["llama"]
-    assert find_format({"default": "{{ messages }}", "tool_use": TEMPLATES["llama"]}) == FORMATS["llama"]
-    older = find_format("{{ tools }}[TOOL_CALLS] [{{ calls }}]")
+    assert {name: find_tool_format(template) for name, template in TEMPLATES.items()} == FORMATS
+    assert find_tool_format(TEMPLATES["hermes"], "llama") == FORMATS["llama"]
+    assert find_tool_format({"default": "{{ messages }}", "tool_use": TEMPLATES["llama"]}) == FORMATS["llama"]
+    older = find_tool_format("{{ tools }}[TOOL_CALLS] [{{ calls }}]")
     assert older is not None
     assert older.begin == "[TOOL_CALLS] ["
     for unknown in (None, "{{ messages }}", "<tool_call>", "{{ tools }}<tool_call><function=f>"):
-        assert find_format(unknown) is None
+        assert find_tool_format(unknown) is None
     with pytest.raises(ValueError, match="tool_format"):
-        find_format(TEMPLATES["hermes"], "xml")
+        find_tool_format(TEMPLATES["hermes"], "xml")

@@ -130,6 +130,10 @@ def test_another_number_of_experts_is_refused(name: str, factor: float, tmp_path
         refusion_lit.load(copied(name, tmp_path, **{option: num_experts}))
 
 
+def rope(rope_type: str, **options: Any) -> dict[str, Any]:
+    return {"rope_type": rope_type, "rope_theta": 10000.0, **options}
+
+
 IMPOSSIBLE = [
     ("llada2-tiny", {"num_experts": 0}, "n_routed_experts|n_group"),
     ("llada2-tiny", {"num_experts_per_tok": 17}, "num_experts_per_tok"),
@@ -149,11 +153,48 @@ IMPOSSIBLE = [
     ("nld-tiny", {"block_size": 2.5}, "block_size"),
     ("nld-tiny", {"mask_token_id": 2.5}, "mask_token_id"),
     ("nld-tiny", {"sliding_window": 0}, "sliding_window"),
+    ("llada2-tiny", {"num_shared_experts": 0}, "num_shared_experts"),
+    ("llada2-tiny", {"first_k_dense_replace": 4}, "first_k_dense_replace"),
+    ("llada2-tiny", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+    ("llada2-tiny", {"block_size": 1024}, "block_size"),
+    ("llada2-tiny", {"hidden_act": "foo"}, "hidden_act"),
+    ("sdar-tiny", {"block_size": 1024}, "block_size"),
+    ("sdar-tiny", {"rope_scaling": rope("foo")}, "rope_type"),
+    ("sdar-tiny", {"rope_scaling": rope("linear", factor=-2.0)}, "factor"),
+    ("sdar-tiny", {"rope_scaling": rope("linear", factor=0.5)}, "factor"),
+    ("sdar-tiny", {"rope_scaling": rope("yarn", factor=2.0, partial_rotary_factor=0.5)}, "partial_rotary_factor"),
+    ("sdar-moe-tiny", {"rope_scaling": rope("yarn", factor=2.0, partial_rotary_factor=0.5)}, "partial_rotary_factor"),
+    ("idlm-tiny", {"rope_parameters": rope("linear", factor="two")}, "factor"),
+    ("nld-tiny", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("nld-tiny", {"rope_scaling": rope("linear", factor=2.0)}, "rope_scaling"),
+    ("nld-tiny", {"mask_token_id": None}, "mask_token_id"),
+    ("nld-tiny", {"block_size": None}, "block_size"),
     ("wedlm-tiny", {"model_type": []}, "model_type"),
     ("wedlm-tiny", {"mask_token_id": -1}, "mask_token_id"),
     ("diffusion-gemma-tiny", {"sliding_window": 0}, "sliding_window"),
     ("diffusion-gemma-tiny", {"max_position_embeddings": 0}, "max_position_embeddings"),
     ("diffusion-gemma-tiny", {"num_key_value_heads": 3}, "num_attention_heads"),
+    ("diffusion-gemma-tiny", {"num_hidden_layers": 2}, "backbone.source.* config"),
+    ("diffusion-gemma-tiny", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("diffusion-gemma-tiny", {"rope_scaling": rope("linear", factor=2.0)}, "rope_scaling"),
+    ("diffusion-gemma-tiny", {"rope_parameters": {"full_attention": rope("default")}}, "rope_parameters"),
+    (
+        "diffusion-gemma-tiny",
+        {
+            "rope_parameters": {
+                "full_attention": rope("default"),
+                "sliding_attention": rope("default", partial_rotary_factor=0.5),
+            }
+        },
+        "partial_rotary_factor",
+    ),
+    ("dflash-assistant-tiny", {"block_size": 1024}, "block_size"),
+    ("dflash-assistant-tiny", {"target_layer_ids": []}, "target_layer_ids"),
+    (
+        "dflash-assistant-tiny",
+        {"rope_parameters": rope("yarn", factor=2.0, partial_rotary_factor=0.5)},
+        "partial_rotary_factor",
+    ),
 ]
 
 
@@ -165,9 +206,10 @@ def test_an_option_that_no_model_can_have_is_refused(
     assert re.search(expected, refusal(copied(name, tmp_path, **options), capfd))
 
 
-def test_a_canvas_without_tokens_is_refused(tmp_path: Path, no_weights: None) -> None:
+@pytest.mark.parametrize("length", [-3, None, 1024])
+def test_a_canvas_of_an_impossible_length_is_refused(length: int | None, tmp_path: Path, no_weights: None) -> None:
     path = copied("diffusion-gemma-tiny", tmp_path)
-    (path / "config.json").write_text(json.dumps({**config(path.name), "canvas_length": -3}))
+    (path / "config.json").write_text(json.dumps({**config(path.name), "canvas_length": length}))
     with pytest.raises(ValueError, match="canvas_length"):
         refusion_lit.load(path)
 

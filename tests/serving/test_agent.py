@@ -17,7 +17,7 @@ pytest.importorskip("prometheus_client", reason="needs prometheus_client: pip in
 import openai
 
 from refusion_lit import load
-from refusion_lit.constraints.tool_calls import CallReader, find_format
+from refusion_lit.constraints.tool_calls import CallReader, find_tool_format
 from refusion_lit.decoding import Autoregressive, Decoder, ReFusion
 from refusion_lit.serving.protocol import Function
 from refusion_lit.text_model import TextModel
@@ -31,7 +31,7 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 def check_conversation(model: TextModel, decoder: Decoder, messages: list[Any], tools: list[Any]) -> int:
     """Decode the turns of an assistant again, alone; return the number of calls."""
-    tool_format = find_format(model.tokenizer.chat_template)
+    tool_format = find_tool_format(model.tokenizer.chat_template)
     assert tool_format is not None
     functions = {tool["function"]["name"]: Function(**tool["function"]).to_schema() for tool in tools}
     turns: list[dict[str, Any]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from refusion_lit.traces.display import page
-from refusion_lit.traces.document import Trace, explain
+from refusion_lit.traces.document import Trace, explain_phase
 from refusion_lit.traces.timeline import timeline
 from support.browser import Chrome, Show, colours, contrast, js, press, resize, without_browser
 from traces.samples import entry, make_trace, plan_and_verify, random_trace
@@ -191,9 +191,9 @@ def test_phases_are_explained(show: Show) -> None:
     press(driver, Keys.HOME)
     assert text(driver, "phase") == "Every token of the response is masked."
     press(driver, Keys.ARROW_RIGHT)
-    assert text(driver, "phase") == f"This forward {explain('plan')}."
+    assert text(driver, "phase") == f"This forward {explain_phase('plan')}."
     rows = js(driver, "[...document.querySelectorAll('#phases tr')].map(r => [...r.children].map(c => c.textContent))")
-    assert rows == [[phase, explain(phase), "2"] for phase in ("plan", "verify")]
+    assert rows == [[phase, explain_phase(phase), "2"] for phase in ("plan", "verify")]
     unknown = show(page(make_trace([entry("guess", {0: 1}, [0])], token_ids=[1])))
     press(unknown, Keys.END)
     assert text(unknown, "phase") == ""

@@ -8,7 +8,7 @@ import json
 import re
 
 from refusion_lit.traces.display import page
-from refusion_lit.traces.document import explain
+from refusion_lit.traces.document import explain_phase
 from refusion_lit.traces.timeline import timeline
 from support.parsed_page import ParsedPage
 from traces.samples import entry, make_trace, plan_and_verify
@@ -60,4 +60,4 @@ def test_the_data_are_the_timeline() -> None:
         assert [(c[0], data["pieces"][c[1]], c[2], c[3], c[4]) for c in written] == [
             (c.index, trace.pieces[c.token or 0], c.probability, c.status[0], c.num_drafts) for c in changes
         ]
-    assert data["phases"] == [[phase, 2, explain(phase)] for phase in ("plan", "verify")]
+    assert data["phases"] == [[phase, 2, explain_phase(phase)] for phase in ("plan", "verify")]

@@ -26,11 +26,11 @@ from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked,
 from refusion_lit.tasks import Additions
 from refusion_lit.training.optimizer import (
     WarmupCosine,
-    apply_options,
+    apply_optimizer_options,
     make_optimizer,
     make_scheduler,
     parameter_groups,
-    read_options,
+    read_optimizer_options,
 )
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.files import acquire_lock, release_lock
@@ -95,13 +95,13 @@ def test_a_resumed_optimizer_takes_no_option_that_needs_other_averages(
     def options(**values: object) -> tuple[torch.optim.Optimizer, LambdaLR, dict[str, Any]]:
         optimizer = make([nn.Parameter(torch.zeros(1))], lr=0.1, **values)
         schedule = LambdaLR(optimizer, lambda _: 1.0)
-        return optimizer, schedule, read_options(optimizer, schedule)
+        return optimizer, schedule, read_optimizer_options(optimizer, schedule)
 
     optimizer, schedule, before = options()
     with pytest.raises(ValueError, match=rf"^model\.optimizer\.{option}: "):
-        apply_options(optimizer, schedule, before, options(**{option: 1})[2])
+        apply_optimizer_options(optimizer, schedule, before, options(**{option: 1})[2])
     optimizer, schedule, before = options(**{option: 1})
-    apply_options(optimizer, schedule, before, options()[2])
+    apply_optimizer_options(optimizer, schedule, before, options()[2])
     assert not optimizer.param_groups[0][option]
 
 

@@ -219,9 +219,7 @@ class RefusionCLI(LightningCLI):
         _check_trainer(config.trainer)
         if "--trainer.precision" not in self._named:
             _choose_precision(config.trainer)
-        limit = {"validate": "limit_val_batches"}.get(str(self.subcommand), f"limit_{self.subcommand}_batches")
-        has_batches = config.trainer.get(limit) != 0  # fit has limit_train_batches, and raises an error without steps
-        require(has_batches, f"trainer.{limit}", "some batches", 0, "leave it out for all")
+        _check_lengths(config.trainer, str(self.subcommand))
         run_directory.check_names(config.run_name, config.run_version)
         if config.get("ckpt_path") == "last":
             path = resume.find_last_checkpoint(config, str(self.subcommand))
@@ -356,6 +354,16 @@ def _check_trainer(trainer: Namespace) -> None:
     expected = "a number of batches of at least 1, a fraction of an epoch above 0, or a time"
     is_positive = not isinstance(interval, int | float) or interval > 0
     require(is_positive, "trainer.val_check_interval", expected, interval, "leave it out for once an epoch")
+
+
+def _check_lengths(trainer: Namespace, subcommand: str) -> None:
+    """Refuse a command without a batch, and a training without a step."""
+    split = {"fit": "train", "validate": "val"}.get(subcommand, subcommand)
+    option = f"limit_{split}_batches"
+    require(trainer.get(option) != 0, f"trainer.{option}", "some batches", 0, "leave it out for all")
+    if subcommand == "fit":
+        for option in ("max_steps", "max_epochs"):
+            require(trainer[option] != 0, f"trainer.{option}", "at least 1, or -1 for no limit", 0, "raise it")
 
 
 def _choose_precision(trainer: Namespace) -> None:

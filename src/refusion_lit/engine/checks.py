@@ -34,7 +34,7 @@ def check_arguments(decoder: object, sampling: object, callbacks: object, kept: 
     require(isinstance(kept, KeptCache | None), "kept", "an instance of KeptCache", kept, "create one: KeptCache()")
 
 
-def build_options(named: Mapping[str, Any]) -> DecodingOptions:
+def read_decoding_options(named: Mapping[str, Any]) -> DecodingOptions:
     """Return the options of a decode from their names and values.
 
     Raises:

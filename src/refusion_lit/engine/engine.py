@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from refusion_lit.engine.batch import Batch
-from refusion_lit.engine.checks import build_options, check_model, check_prompts
+from refusion_lit.engine.checks import check_model, check_prompts, read_decoding_options
 from refusion_lit.engine.decoder import Decoder, RowState
 from refusion_lit.engine.kept_cache import KeptCache
 from refusion_lit.engine.logprobs import LogprobRecorder
@@ -80,7 +80,7 @@ def decode(
         TypeError: If an option is unknown.
         ValueError: If an option is out of range, or a prompt is empty or too long.
     """
-    options = build_options(named)
+    options = read_decoding_options(named)
     if num_top_logprobs is not None:
         require_at_least("num_top_logprobs", num_top_logprobs, 0)
     require(bool(detokenize) or not sampling.stop, "stop", "a tokenizer for stop strings", None, "pass detokenize")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from refusion_lit.modeling.formats import CheckpointFormat, Engine, ExportLayout, register
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import is_number, require, require_at_least
 
 _LAYER = "model.layers.{}"
 _FUSED = f"{_LAYER}.attention.query_key_value"
@@ -20,10 +21,11 @@ _FUSED = f"{_LAYER}.attention.query_key_value"
 @dataclass(frozen=True, kw_only=True)
 class _LLaDA2Format(CheckpointFormat):
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Turn off Glm4Moe's layers for multi-token prediction, which this family has not; check the groups of experts.
+        """Turn off Glm4Moe's layers for multi-token prediction, which this family has not; check counts of experts.
 
         A group counts by its two best experts.
         """
+        _check_layers(values)
         num_experts, num_groups, num_taken = (values.get(name) for name in ("num_experts", "n_group", "topk_group"))
         if isinstance(num_experts, int) and num_groups is not None:
             where, fix = "backbone.source", "fetch config.json again"
@@ -35,6 +37,18 @@ class _LLaDA2Format(CheckpointFormat):
             expected = f"an integer from 1 to n_group, which is {num_groups}"
             require(fits, f"{where}: topk_group", expected, num_taken, fix)
         return {"num_nextn_predict_layers": 0, "use_qk_norm": True, **super().library_options(values)}
+
+
+def _check_layers(values: Mapping[str, Any]) -> None:
+    """Refuse numbers of shared experts and of first layers without experts that no model has."""
+    num_shared, num_dense = values.get("num_shared_experts"), values.get("first_k_dense_replace")
+    num_layers = values.get("num_hidden_layers")
+    if "num_shared_experts" in values:
+        require_at_least("backbone.source: num_shared_experts", num_shared, 1)
+    if isinstance(num_layers, int) and num_dense is not None:
+        fits = is_number(num_dense, Integral) and 0 <= num_dense <= num_layers
+        expected = f"an integer from 0 to num_hidden_layers, which is {num_layers}"
+        require(fits, "backbone.source: first_k_dense_replace", expected, num_dense, "fetch config.json again")
 
 
 _OPTIONS: dict[str, Any] = {

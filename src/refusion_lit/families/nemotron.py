@@ -41,12 +41,14 @@ class _NemotronFormat(CheckpointFormat):
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a config; the default decoder uses the training's ``block_size``."""
         options = super().library_options(values)
-        rope = values.get("rope_parameters") or values.get("rope_scaling")
-        for name in _ROPE if rope is not None else ():
-            value = rope.get(name) if isinstance(rope, Mapping) else None
-            option = f"backbone.source: rope_parameters.{name}"
-            require(is_number(value, Real), option, "a number", value, "fetch config.json again")
-        if values.get("block_size") is not None:
+        for entry in ("rope_parameters", "rope_scaling"):
+            rope = values.get(entry)
+            for name in _ROPE if rope is not None else ():
+                value = rope.get(name) if isinstance(rope, Mapping) else None
+                option = f"backbone.source: {entry}.{name}"
+                require(is_number(value, Real), option, "a number", value, "fetch config.json again")
+        require_at_least("backbone.source: mask_token_id", values.get("mask_token_id"), 0)
+        if "block_size" in values:
             require_at_least("backbone.source: block_size", values["block_size"], 1)
             options["refusion_lit"]["decoder"]["init_args"]["block_size"] = values["block_size"]
         return options

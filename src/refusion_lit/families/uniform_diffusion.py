@@ -285,11 +285,18 @@ class _DiffusionGemmaFormat(CheckpointFormat):
         known = {"full_attention", "sliding_attention"}
         unknown = sorted({*map(str, text.get("layer_types") or ())} - known)
         require(not unknown, f"{where}: layer_types", " or ".join(sorted(known)), ", ".join(unknown), fix)
+        kinds = sorted({*map(str, text.get("layer_types") or known)})
+        rope = text.get("rope_parameters")
+        groups = [rope.get(kind) for kind in kinds] if isinstance(rope, Mapping) else [rope]
+        fits = rope is None or all(isinstance(group, Mapping) for group in groups)
+        require(fits, f"{where}: rope_parameters", f"rotary options of {' and '.join(kinds)}", rope, fix)
+        for name in ("rope_scaling", "partial_rotary_factor"):
+            require(text.get(name) is None, f"{where}: {name}", "none, but rope_parameters", text.get(name), fix)
         taken, num_experts = text.get("top_k_experts"), text.get("num_experts")
         fits = isinstance(taken, int) and isinstance(num_experts, int) and 1 <= taken <= num_experts
         expected = f"an integer from 1 to num_experts, which is {num_experts}"
         require(fits, f"{where}: top_k_experts", expected, taken, fix)
-        if values.get("canvas_length") is not None:
+        if "canvas_length" in values:
             require_at_least("backbone.source: canvas_length", values["canvas_length"], 1)
         added = {"generation_config", "refusion_lit"}
         options = super().library_options({name: value for name, value in values.items() if name not in added})

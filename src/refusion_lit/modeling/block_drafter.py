@@ -301,6 +301,11 @@ def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssist
     folder = Path(directory)
     try:
         config = MuseGlimmerAssistantConfig.from_pretrained(folder)
+        if not config.target_layer_ids:
+            raise ValueError(f"target_layer_ids {config.target_layer_ids}")
+        share = (config.rope_parameters or {}).get("partial_rotary_factor")
+        if share not in (None, 1):
+            raise ValueError(f"partial_rotary_factor {share}")
         with torch.device("meta"):
             wanted = {name: tuple(weight.shape) for name, weight in BlockDrafter(config).network.named_parameters()}
     except Exception as error:  # transformers' configs and models raise errors of their own
@@ -318,8 +323,10 @@ def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssist
     if not 0 <= config.mask_token_id < num_ids:
         expected = f"a drafter of the vocabulary of {num_ids} tokens of {name}"
         raise _refused(folder, expected, f"mask_token_id {config.mask_token_id}", fix)
-    if config.block_size < 2:
-        raise _refused(folder, "blocks of at least 2 tokens", f"block_size {config.block_size}", "correct config.json")
+    context = config.max_position_embeddings
+    if not 2 <= config.block_size <= context:
+        expected = f"blocks of 2 to {context} tokens, its context"
+        raise _refused(folder, expected, f"block_size {config.block_size}", "correct config.json")
     if missing := missing_shards(folder):
         raise _refused(folder, "all shards of its index", f"none for {', '.join(missing)}", "fetch them again")
     tensors = read_headers(folder, "draft")
@@ -338,7 +345,7 @@ def _refused(place: Path, expected: str, got: str, fix: str) -> ValueError:
     return ValueError(f"draft: expected {expected}, got {got} in {place}; {fix}.")
 
 
-def check_vocabulary(directory: str | Path, vocabulary: Mapping[str, int]) -> None:
+def check_drafter_vocabulary(directory: str | Path, vocabulary: Mapping[str, int]) -> None:
     """Refuse a drafter whose directory has a tokenizer with other ids than the model's.
 
     Args:

@@ -14,13 +14,15 @@ from typing import Any
 
 from torch import nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from refusion_lit.modeling.formats import FORMATS, CheckpointFormat
 from refusion_lit.modeling.vocabulary import vocabulary_size
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.errors import error_reason, last_line
-from refusion_lit.utils.require import require, require_at_least, require_number
+from refusion_lit.utils.require import OptionError, require, require_at_least, require_choice, require_number
 
 _SIZES = (
     "hidden_size",
@@ -36,6 +38,17 @@ _SIZES = (
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NUM_TAKEN = ("num_experts_per_tok", "top_k_experts")
 """Names of the numbers of experts, all and taken per token."""
+_ROTARY_NUMBERS = dict.fromkeys(
+    (
+        "rope_theta", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "(0, inf)",
+) | {"factor": "[1, inf)", "partial_rotary_factor": "(0, 1]"}  # fmt: skip
+"""Intervals of rotary options."""
+_WITH_PARTIAL_ROTARY = ("glm4_moe",)
+"""Bases of published formats that may rotate a part of a head."""
+_FETCH = "fetch config.json again"
 _SUPPORTED = "use a model such as Llama, Qwen2 or Qwen3"
 
 
@@ -138,16 +151,35 @@ def _published_config(published: CheckpointFormat, values: Mapping[str, Any], ov
             if not hasattr(config, name):
                 raise _unknown_option(name, config)
             setattr(config, name, value)
-    except ValueError:  # ours, which names the option
-        raise
     except Exception as error:  # transformers' checks raise errors of their own, explicit nulls among their reasons
+        if isinstance(error, OptionError) or str(error).startswith("backbone."):  # ours, which names the option
+            raise
         raise ValueError(
             f"backbone.source: expected a complete config of a {published.name} checkpoint, got one that cannot be "
             f"converted ({type(error).__name__}: {last_line(error)}); fetch config.json again."
         ) from error
     _check_rope(config, overrides)
     _check_values(config, "backbone.source")
+    _check_partial_rotary(published, config.get_text_config())
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    for name in sorted({"block_size", "canvas_length", published.block_size_option or "block_size"}):
+        size = values.get(name)
+        fits = not isinstance(size, int) or context is None or size <= context
+        expected = f"at most max_position_embeddings, which is {context}"
+        require(fits, f"backbone.source: {name}", expected, size, "fetch config.json again")
     return config
+
+
+def _check_partial_rotary(published: CheckpointFormat, config: Any) -> None:  # noqa: ANN401 - one class per architecture
+    """Refuse rotary positions on a part of a head for an architecture that rotates whole heads."""
+    if published.base in _WITH_PARTIAL_ROTARY:
+        return
+    rope = getattr(config, "rope_parameters", None) or {}
+    for group in [rope, *(group for group in rope.values() if isinstance(group, Mapping))]:
+        share = group.get("partial_rotary_factor")
+        fits = share in (None, 1) or group.get("rope_type") == "proportional"
+        expected = f"1 in the config of a {published.name} checkpoint"
+        require(fits, "backbone.source: partial_rotary_factor", expected, share, _FETCH)
 
 
 def read_traits(entry: Any, source: str | None) -> ModelTraits:  # noqa: ANN401 - any JSON value
@@ -178,6 +210,10 @@ def _check_values(config: Any, where: str) -> None:  # noqa: ANN401 - one class 
         _check_sizes(layer, where)
     _check_experts(config, where)
     _check_rotary(config, where)
+    for name in ("hidden_act", "hidden_activation"):
+        value = getattr(config, name, None)
+        is_known = not isinstance(value, str) or value in ACT2FN or not _is_of_transformers(config)
+        require(is_known, f"{where}: {name}", "an activation that transformers knows", value, _FETCH)
     window = sliding_window(config)
     if window is not None:
         require_at_least(f"{where}: sliding_window", window, 1)
@@ -214,6 +250,11 @@ def _check_experts(config: Any, where: str) -> None:  # noqa: ANN401 - one class
     require(taken <= most, f"{where}: {option}", f"at most {name}, which is {most}", taken, fix)
 
 
+def _is_of_transformers(config: Any) -> bool:  # noqa: ANN401 - one class per architecture
+    """Return whether a config's class is transformers' own; Python code of a source may know other names."""
+    return type(config).__module__.startswith("transformers.")
+
+
 def _first_option(config: Any, names: Sequence[str]) -> tuple[str, Any] | None:  # noqa: ANN401 - one class per architecture
     """Return name and value of the first option that a config has; ``None`` if it has none of them."""
     return next(((name, value) for name in names if (value := getattr(config, name, None)) is not None), None)
@@ -239,9 +280,11 @@ def _check_rotary(config: Any, where: str) -> None:  # noqa: ANN401 - one class 
     rope = getattr(config, "rope_parameters", None) or {}
     groups = [rope, *(group for group in rope.values() if isinstance(group, Mapping))]  # by type of layer, in some
     for group in groups:
-        for name, interval in (("rope_theta", "(0, inf)"), ("partial_rotary_factor", "(0, 1]")):
+        for name, interval in _ROTARY_NUMBERS.items():
             if group.get(name) is not None:
-                require_number(f"{where}: {name}", group[name], interval, "fetch config.json again")
+                require_number(f"{where}: {name}", group[name], interval, _FETCH)
+        if "rope_type" in group and _is_of_transformers(config):
+            require_choice(f"{where}: rope_type", group["rope_type"], ("default", *ROPE_INIT_FUNCTIONS))
         if group.get("rope_type") != "longrope" or group.get("short_factor") == group.get("long_factor"):
             continue
         original = group.get("original_max_position_embeddings")

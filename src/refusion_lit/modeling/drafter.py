@@ -27,7 +27,7 @@ from refusion_lit.modeling.block_drafter import (
     BlockDrafterOptions,
     check_base_weights,
     check_block_drafter,
-    check_vocabulary,
+    check_drafter_vocabulary,
     is_block_drafter,
     load_block_drafter,
 )
@@ -212,7 +212,7 @@ def check_draft(directory: str | Path, target: Any, vocabulary: Mapping[str, int
     """
     if is_block_drafter(directory):
         check_block_drafter(directory, target)
-        check_vocabulary(directory, vocabulary)
+        check_drafter_vocabulary(directory, vocabulary)
 
 
 def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDrafter:

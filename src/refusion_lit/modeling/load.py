@@ -38,7 +38,8 @@ class BackboneConfig:
         revision: A hub id's pinned revision.
         checkpoint_format: The source's published format (see :data:`~refusion_lit.modeling.formats.FORMATS`);
             ``None`` derives the format from ``model_type``.
-        attention: Attention pattern; ``None`` takes the pattern in the source's config, causal by default.
+        attention: Attention pattern; ``None`` takes the pattern in the source's config, causal by default. ``fit``
+            trains with the objective's pattern and refuses another pattern.
         block_size: Number of tokens in a block, with ``attention: block_causal``.
         dtype: Type of the weights; ``auto``: see :func:`decoding_dtype`.
         attn_implementation: Implementation of attention (``attn_implementation`` in transformers).

@@ -18,7 +18,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from refusion_lit.traces.document import FORMAT, Trace, explain, visible, visible_lines
+from refusion_lit.traces.document import FORMAT, Trace, explain_phase, visible, visible_lines
 from refusion_lit.traces.timeline import Change, Timeline, timeline, trace_statistics
 
 _SECONDS_PER_FORWARD = 0.4
@@ -103,7 +103,7 @@ def _frame(trace: Trace, history: Timeline, number: int) -> Group:
     heading = f"{visible(trace.decoder)}, {_heading(trace, history, number)}"
     about = "Every token of the response is masked."
     if number:
-        explanation = explain(trace.rounds[number - 1].phase)
+        explanation = explain_phase(trace.rounds[number - 1].phase)
         about = f"This forward {explanation}." if explanation else ""  # users' decoders may name other phases
     return Group(Text(heading, "bold"), Text(about, "dim"), text, _LEGEND)
 
@@ -166,5 +166,5 @@ def _page_values(trace: Trace) -> dict[str, Any]:
         "rounds": rounds,
         "pieces": list(pieces),
         "statistics": trace_statistics(trace),
-        "phases": [[visible(phase), number, explain(phase)] for phase, number in trace.phases.items()],
+        "phases": [[visible(phase), number, explain_phase(phase)] for phase, number in trace.phases.items()],
     }

@@ -193,7 +193,7 @@ def _visible(character: str) -> str:
     return "\N{REPLACEMENT CHARACTER}" if replaced else character
 
 
-def explain(phase: str) -> str:
+def explain_phase(phase: str) -> str:
     """Return a sentence about a phase's forwards; empty for an unknown phase."""
     parts = [_EXPLANATIONS.get(part, "") for part in phase.split("+")]
     return "; it also ".join(parts) if all(parts) else ""

@@ -36,12 +36,12 @@ from refusion_lit.text_model import TextModel
 from refusion_lit.training.figures import TrainingFigures
 from refusion_lit.training.optimizer import (
     WarmupCosine,
-    apply_options,
+    apply_optimizer_options,
     check_finite,
     gradient_norm,
     make_optimizer,
     make_scheduler,
-    read_options,
+    read_optimizer_options,
     warn_of_slow_precision,
 )
 from refusion_lit.training.resume import begin_resumed_epoch, correct_counters, keep_patience
@@ -264,7 +264,7 @@ class SlotDiffusionModule(L.LightningModule):
         require(fits, "model.optimizer", "the optimizer of the checkpoint", type(optimizer).__name__, fix)
         if self._is_resumed:
             scheduler = self.trainer.lr_scheduler_configs[0].scheduler
-            apply_options(optimizer, scheduler, self._restored_options, self._optimizer_options)
+            apply_optimizer_options(optimizer, scheduler, self._restored_options, self._optimizer_options)
             begin_resumed_epoch(self.trainer)
             self._is_resumed = False  # a later fit may start at the beginning
 
@@ -356,7 +356,7 @@ class SlotDiffusionModule(L.LightningModule):
         optimizer = make_optimizer(self.model, self.optimizer_callable)
         make = self.scheduler_callable or partial(self.schedule, num_steps=self._num_steps)
         scheduler = make_scheduler(optimizer, make)
-        self._optimizer_options = read_options(optimizer, scheduler)
+        self._optimizer_options = read_optimizer_options(optimizer, scheduler)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature

@@ -113,8 +113,8 @@ def make_scheduler(optimizer: Optimizer, make: LRSchedulerCallable) -> LRSchedul
     return scheduler
 
 
-def read_options(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
-    """Return a new optimizer's and its schedule's options as plain values, for :func:`apply_options`."""
+def read_optimizer_options(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
+    """Return a new optimizer's and its schedule's options as plain values, for :func:`apply_optimizer_options`."""
     groups = [
         {"lr": group.get("initial_lr", group["lr"])}
         | {name: value for name, value in group.items() if name not in ("params", "param_names", "lr", "initial_lr")}
@@ -126,7 +126,7 @@ def read_options(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]
     return {"groups": groups, "schedule": {"class_path": type(scheduler).__name__, **plain}}
 
 
-def apply_options(
+def apply_optimizer_options(
     optimizer: Optimizer, scheduler: LRScheduler, before: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
     """Apply options that differ from the checkpoint's options, which Lightning has restored.
@@ -136,8 +136,8 @@ def apply_options(
     Args:
         optimizer: The restored optimizer; changed in place.
         scheduler: Its restored schedule; changed in place.
-        before: Result of :func:`read_options` that the checkpoint stores.
-        options: Result of :func:`read_options` before the state was restored.
+        before: Result of :func:`read_optimizer_options` that the checkpoint stores.
+        options: Result of :func:`read_optimizer_options` before the state was restored.
 
     Raises:
         ValueError: If the schedule has other options, or is not a factor of the learning rate that has changed, or an

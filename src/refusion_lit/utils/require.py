@@ -72,7 +72,8 @@ def require_at_least(option: str, value: float | None, minimum: float) -> None:
     """Refuse a value below ``minimum`` or of another type; an integer minimum allows integers only."""
     kind, name = (Integral, "an integer") if isinstance(minimum, int) else (Real, "a number")
     is_allowed = value is not None and is_number(value, kind) and value >= minimum
-    require(is_allowed, option, f"{name} of at least {minimum}", value, f"set {option} to {minimum} or more")
+    fix = f"set {option.rpartition(': ')[2]} to {minimum} or more"
+    require(is_allowed, option, f"{name} of at least {minimum}", value, fix)
 
 
 def require_number(option: str, value: float, interval: str, fix: str = "set it in that range") -> None:
