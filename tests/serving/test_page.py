@@ -193,6 +193,26 @@ def test_a_new_conversation_forgets_the_old_one(chrome: Any, tmp_path: Path) -> 
         assert browser.js(chrome, "document.documentElement.scrollWidth") <= 360, "a phone's width"
 
 
+def test_separated_thoughts_are_folded(chrome: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from selenium.webdriver.common.by import By
+
+    thinking = load(make_bytes_base(tmp_path, mask=True), device="cpu")
+    thinking.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    monkeypatch.setattr(thinking, "detokenize", lambda tokens, **_: "<think>1 + 1</think>Two."[: 4 * len(tokens)])
+    with serving(thinking, Autoregressive(), separate_reasoning=True) as server:
+        chrome.get(address(server))
+        wait_for(lambda: browser.js(chrome, "document.getElementById('model').textContent") == "additions")
+        ask(chrome, "1+1?")
+        wait_for(lambda: done(chrome))
+        assert browser.js(chrome, "document.querySelector('article.assistant > div').textContent") == "Two."
+        thoughts = chrome.find_element(By.CSS_SELECTOR, "article.assistant details p")
+        assert not thoughts.is_displayed()
+        chrome.find_element(By.CSS_SELECTOR, "article.assistant summary").click()
+        assert thoughts.is_displayed()
+        assert thoughts.text == "1 + 1"
+        chrome.save_screenshot(str(tmp_path / "thoughts.png"))
+
+
 def check_contrast(chrome: Any) -> None:
     [page] = browser.colours(chrome, "body", "backgroundColor")
     for selector in ("body", ".quiet", ".legend .draft", ".legend .verified"):

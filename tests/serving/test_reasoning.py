@@ -180,8 +180,14 @@ def test_calls_within_thoughts_are_no_calls(tmp_path: Path, separate: bool, monk
             serving(model, Autoregressive(), separate_reasoning=separate) as server,
             openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
         ):
-            message = client.chat.completions.create(**asked).choices[0].message
+            answer = client.chat.completions.create(**asked)
+            message = answer.choices[0].message
             calls = message.tool_calls or []
+            # A token has 30 characters here.
+            num_thoughts = -(-(written.find("</think>") + len("</think>")) // 30) if "</think>" in written else None
+            details = answer.usage and answer.usage.completion_tokens_details
+            assert (details is not None) == separate
+            assert details is None or num_thoughts in (None, details.reasoning_tokens)
             assert (getattr(message, "reasoning_content", ""), message.content or "", len(calls)) == expected
             deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
             streamed = ["".join(getattr(delta, name, "") or "" for delta in deltas)
@@ -199,6 +205,8 @@ def test_calls_within_thoughts_are_no_calls(tmp_path: Path, separate: bool, monk
                            for kind in ("reasoning", "function_call")}  # fmt: skip
                 apart = "".join(part.text for item in by_type["reasoning"] for part in item.content)
                 assert (apart, response.output_text, len(by_type["function_call"])) == expected
+                counted = details.reasoning_tokens if details else 0
+                assert response.usage.output_tokens_details.reasoning_tokens == counted
                 assert respond([{"role": "user", "content": "Rome?"}, *response.output]).output
             kinds = ("response.reasoning_text.delta", "response.output_text.delta")
             streamed = ["".join(event.delta for event in events if event.type == kind) for kind in kinds]

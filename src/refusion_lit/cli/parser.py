@@ -43,10 +43,12 @@ class OneLineParser(ArgumentParser):
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - jsonargparse's options
         super().__init__(formatter_class=PlainHelp, allow_abbrev=False, **options)
 
-    def add_class_arguments(self, theclass: type, *args: Any, **options: Any) -> list[str]:  # noqa: ANN401 - jsonargparse's options
-        """Add a class's options, and keep the name of the class for errors."""
-        self._class_name = getattr(next(iter(get_args(theclass)), theclass), "__name__", "")  # a union's first class
-        return super().add_class_arguments(theclass, *args, **options)
+    def add_class_arguments(self, theclass: type, nested_key: str | None = None, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - jsonargparse's options
+        """Add a class's options; keep the class's name for errors, unless the options are a group among others."""
+        if nested_key is None:
+            first = next(iter(get_args(theclass)), theclass)  # of a union
+            self._class_name = getattr(first, "__name__", "")
+        return super().add_class_arguments(theclass, nested_key, *args, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the error instead of printing it below the usage."""

@@ -152,6 +152,10 @@ class CallReader:
         thoughts: What becomes of thoughts: ``text`` keeps them in the text, as the model wrote them; ``untagged`` does
             so without the tags; ``separate`` returns :class:`ThoughtPiece`, and drops white space after the thoughts.
 
+    Attributes:
+        num_calls: Number of calls so far.
+        thought_spans: Where separated thoughts are in the response: first character, and the character after the last.
+
     >>> reader = CallReader(FORMATS["hermes"], ["add"])
     >>> for text in ("Sum: <tool", '_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', " <tool_call> none"):
     ...     reader.read(text)
@@ -177,7 +181,9 @@ class CallReader:
         self._names = {*names}
         self._rest = ""
         self._has_text = False
+        self._num_read = 0
         self.num_calls = 0
+        self.thought_spans: list[tuple[int, int]] = []
         self._next = self._next_constrained if is_constrained else self._next_free
         self._arguments: str | None = None  # of the call that is being read
         self._tags = thought_tags
@@ -195,9 +201,15 @@ class CallReader:
     def read(self, text: str, *, is_last: bool = False) -> list[Piece]:
         """Return new pieces; hold back what may become a call or a tag of thoughts unless ``is_last``."""
         self._rest += text
+        self._num_read += len(text)
         pieces: list[Piece] = []
+        start = self._num_read - len(self._rest)
         while (new := self._next(is_last)) is not None:
             pieces += new
+            end = self._num_read - len(self._rest)
+            if any(isinstance(piece, ThoughtPiece) for piece in new):
+                self.thought_spans.append((start, end))
+            start = end
         return pieces
 
     def _next_constrained(self, is_last: bool) -> list[Piece] | None:

@@ -658,7 +658,7 @@ class ResponseBuilder:
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
                 "total_tokens": usage["total_tokens"],
                 "forwards": usage["forwards"],
                 "tokens_per_forward": usage["tokens_per_forward"],

@@ -7,6 +7,7 @@ import copy
 import json
 import secrets
 import time
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -112,6 +113,12 @@ class ServedRequest:
             "tokens_per_forward": round(num_tokens / num_forwards, 3) if num_forwards else None,
         }
 
+    @property
+    def answer_usage(self) -> dict[str, Any]:
+        """The usage, with the number of tokens of thoughts that are returned beside the text."""
+        num_tokens = sum(map(_count_thought_tokens, self.jobs))
+        return self.usage | ({"completion_tokens_details": {"reasoning_tokens": num_tokens}} if num_tokens else {})
+
     def make_answer(self, *choices: dict[str, Any], **more: object) -> dict[str, Any]:
         """Return the body of an answer, or of a chunk of a stream."""
         kind = f"chat.completion{'.chunk' * self.body.stream}" if self.body.is_chat else "text_completion"
@@ -153,6 +160,18 @@ class ServedRequest:
             logprobs = describe(entries, model, job.num_characters)
             job.num_characters += sum(len(model.token_text(token)) for token, _ in entries)
         return {"index": self.jobs.index(job), **content, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _count_thought_tokens(job: Job) -> int:
+    """Return the number of tokens in a complete response's thoughts, tags included."""
+    if job.reader is None or job.result is None:
+        return 0
+    tokens = job.result.token_ids
+
+    def count_tokens(num_characters: int) -> int:  # in the first characters of the text
+        return bisect_left(range(len(tokens)), num_characters, key=lambda num: len(job.detokenize(tokens[:num])))
+
+    return sum(count_tokens(end) - count_tokens(start) for start, end in job.reader.thought_spans)
 
 
 def _extend_call(call: dict[str, Any] | None, piece: CallPiece) -> dict[str, Any]:
@@ -467,7 +486,7 @@ class Service:
             pieces[id(job)] += _read(job, update)
             entries[id(job)] += update.logprobs
         choices = [served.make_choice(job, pieces[id(job)], entries[id(job)], self.model) for job in served.jobs]
-        return served.make_answer(*choices, usage=served.usage)
+        return served.make_answer(*choices, usage=served.answer_usage)
 
     async def _stream(self, served: ServedRequest) -> AsyncIterator[str]:
         """Yield an answer's server-sent events: text in text order, finish reasons, token counts."""
@@ -484,7 +503,7 @@ class Service:
             yield _format_event(error_body(error))
             return
         if served.body.stream_options.include_usage:
-            yield _format_event(served.make_answer(usage=served.usage))
+            yield _format_event(served.make_answer(usage=served.answer_usage))
         yield "data: [DONE]\n\n"
 
     async def _collect_response(self, served: ServedRequest, builder: ResponseBuilder) -> dict[str, Any]:
@@ -512,7 +531,7 @@ class Service:
                     yield event
         [job] = served.jobs
         assert job.result is not None
-        for event in builder.finish(job.result.finish_reason, served.usage):
+        for event in builder.finish(job.result.finish_reason, served.answer_usage):
             yield event
 
 
