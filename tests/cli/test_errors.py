@@ -122,6 +122,10 @@ ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
             "model.objective.rewards: expected a class that is not abstract",
         ),
         (
+            ["fit", "--model.objective=refusion_lit.learning.objective.Objective"],
+            "model.objective: expected a class that is not abstract",
+        ),
+        (
             ["serve", f"--ckpt_path={MODEL}", "--max_new_tokens=600"],
             "max_new_tokens: expected less than the model's context of 512 tokens, got 600; lower it",
         ),

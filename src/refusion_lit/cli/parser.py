@@ -221,6 +221,8 @@ def _explain_missing_class(action: argparse.Action | None, option: str, message:
     if not known or not (is_base or is_nested or "dict[str" in hint):
         return None
     values = re.findall(r"(?:Given|Got) value: (.*)", message)
+    if not values and " is abstract" in message:  # the abstract class itself was named, without options
+        return None
     value = _read_value(values[-1]) if values else {}
     if "dict[str" in hint:  # classes by name
         entries = value if isinstance(value, Mapping) else {"NAME": value}
