@@ -215,7 +215,7 @@ def _explain_missing_class(action: argparse.Action | None, option: str, message:
     hint = str(getattr(action, "_typehint", ""))
     known = [name for name in _subclasses(action) if not re.search(rf"\b{name}\b", hint)]
     refused = {name for names in _BASE_REFUSED.findall(message) for name in names if name}
-    # Without an owner, the options are those of a union's first class.
+    # A message without a class's name is about the options of the first class of a union.
     is_base = "': the class has no options" in message or any(re.search(rf"\b{name}\b", hint) for name in refused)
     is_nested = "NestedArg(key=" in message and _CLASS.search(message) is not None
     if not known or not (is_base or is_nested or "dict[str" in hint):

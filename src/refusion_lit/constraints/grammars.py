@@ -87,8 +87,8 @@ class GrammarCompiler:
             ValueError: If the schema is wrong or cannot be guaranteed.
         """
         if schema is False:
-            message = f"{OPTION}: this schema cannot be kept: it has no values but with control characters; change it."
-            raise OptionError(message, OPTION)
+            expected = "a schema that allows a value without control characters"
+            raise OptionError(f"{OPTION}: expected {expected}, got a schema that allows none; change it.", OPTION)
         text = json.dumps({} if schema is True else schema)  # options of llguidance apply to objects only
         integers, fractions = list[str](), list[str]()
         json.loads(text, parse_int=integers.append, parse_float=fractions.append)
@@ -274,7 +274,7 @@ class GrammarState(ConstraintState):
 
         Greedy search: every step takes the first allowed byte in an order of ``_BYTE_ORDERS``, except that a string is
         closed first; :class:`StringEnds` finds the characters that its pattern needs. The search may miss a completion,
-        but whatever it returns is valid.
+        but every completion that it returns is valid.
         """
         completion: list[int] = []
         num_consumed = 0

@@ -31,7 +31,7 @@ def read_turns(row: DataRow, name: str, *, begins: bool = True) -> list[dict[str
         begins: Whether the chat begins with the turns; the row's system text then comes before them.
 
     Raises:
-        ValueError: Naming the row, the turn and what is wrong.
+        ValueError: If a turn has a wrong form; the message names row and turn.
     """
     values = row.require_values()
     turns: Any = values.get(name)
