@@ -12,8 +12,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from refusion_lit.constraints.schemas import Schemas
 from refusion_lit.constraints.templates import fill_templates
+from refusion_lit.data.conversations import encode_prompt
 from refusion_lit.data.detokenizer import Detokenizer
-from refusion_lit.data.encoding import encode_prompt
 from refusion_lit.decoding import (
     Decoder,
     DecodingOutput,

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from refusion_lit import load
 from refusion_lit.cli import main
-from refusion_lit.data.encoding import encode_prompt, encode_response
+from refusion_lit.data.conversations import encode_prompt, encode_response
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
 from refusion_lit.decoding import Autoregressive

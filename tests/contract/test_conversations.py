@@ -12,8 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from refusion_lit.constraints.templates import Template
+from refusion_lit.data.conversations import encode_prompt, end_of_turn
 from refusion_lit.data.detokenizer import Detokenizer
-from refusion_lit.data.encoding import encode_prompt, encode_text, end_of_turn
+from refusion_lit.data.encoding import encode_text
 from refusion_lit.data.evaluation import encode_given
 from refusion_lit.data.examples import encode_example
 from refusion_lit.data.module import InstructionDataModule

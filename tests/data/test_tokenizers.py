@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from refusion_lit.data.encoding import encode_prompt, encode_text
+from refusion_lit.data.conversations import encode_prompt
+from refusion_lit.data.encoding import encode_text
 from refusion_lit.data.examples import encode_example
 from refusion_lit.data.tokenizers import (
     CharacterTokenizer,

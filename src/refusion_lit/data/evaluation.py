@@ -16,8 +16,9 @@ from torch.utils.data.distributed import DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.batches import BatchDataset
+from refusion_lit.data.conversations import encode_prompt
 from refusion_lit.data.detokenizer import Detokenizer
-from refusion_lit.data.encoding import encode_prompt, encode_within
+from refusion_lit.data.encoding import encode_within
 from refusion_lit.data.examples import encode_example, load_examples
 from refusion_lit.tasks.base import Example, Task
 from refusion_lit.types import Prompt

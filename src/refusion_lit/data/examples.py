@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.encoding import encode_prompt, encode_response
+from refusion_lit.data.conversations import encode_prompt, encode_response
 from refusion_lit.tasks.base import Example, Split, Task
 from refusion_lit.utils.require import require
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.data.batches import BatchDataset, LengthGroupedBatches, TrainingLoader, collate_responses
+from refusion_lit.data.conversations import end_of_turn
 from refusion_lit.data.datasets import LazyDataset, collate_packed, pack_rows
-from refusion_lit.data.encoding import end_of_turn
 from refusion_lit.data.evaluation import PromptBatch, encode_prompts, evaluation_loader
 from refusion_lit.data.examples import EncodedExample, encode_example, load_examples
 from refusion_lit.data.tokenizers import PretrainedTokenizer, TokenizerSource

@@ -12,7 +12,8 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from refusion_lit.data.encoding import encode_plain_prompt, encode_rendered, encode_text, render_chat
+from refusion_lit.data.encoding import encode_parts, encode_plain_prompt, encode_text
+from refusion_lit.data.rendering import render_chat
 from refusion_lit.decoding import Decoder, check_context
 from refusion_lit.evaluation import likelihood
 from refusion_lit.evaluation.likelihood import Likelihood
@@ -216,7 +217,7 @@ class RefusionLitModel(LM):
             return encode_plain_prompt(tokenizer, context + text)
         # The harness's cache may have a text that this object has not rendered; all names in it are tokens then.
         parts = self._rendered.get(context, [(context, True)])
-        ids = encode_rendered(tokenizer, [*parts, (text, False)] if text else parts)
+        ids = encode_parts(tokenizer, [*parts, (text, False)] if text else parts)
         return ids if starts_with_bos(ids, tokenizer) else [*prompt_prefix(tokenizer), *ids]  # as in the harness
 
     def _split(self, context: str, text: str) -> tuple[list[int], list[int]]:

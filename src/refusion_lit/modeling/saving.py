@@ -184,7 +184,7 @@ def _with_token_rows(model: Any, token_ids: list[int]) -> Any:
 
 
 def prompt_code(tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> str:
-    """Return a program of transformers that encodes a prompt as ``data.encoding.encode_prompt`` does.
+    """Return a program of transformers that encodes a prompt as ``data.conversations.encode_prompt`` does.
 
     Names of special tokens in the query are text in the program, too, unless a template writes special tokens by name:
     then transformers reads names in the query as tokens.

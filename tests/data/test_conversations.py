@@ -11,7 +11,8 @@ from hypothesis import example as also
 from hypothesis import strategies as st
 from transformers import AddedToken, PreTrainedTokenizerBase
 
-from refusion_lit.data.encoding import encode_prompt, encode_text
+from refusion_lit.data.conversations import encode_prompt
+from refusion_lit.data.encoding import encode_text
 from refusion_lit.data.examples import encode_example
 from refusion_lit.data.tokenizers import CharacterTokenizer, TrainedBPE
 from refusion_lit.tasks import Example

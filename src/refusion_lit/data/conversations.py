@@ -1,0 +1,251 @@
+"""Encoding of conversations: the tokens of a prompt, and the tokens of a response after its prompt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from os.path import commonprefix
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from refusion_lit.data.encoding import encode_parts
+from refusion_lit.data.rendering import (
+    NameGuard,
+    check_turns,
+    get_parts,
+    leave_out_parts,
+    list_texts,
+    read_turns,
+    render_turns,
+)
+from refusion_lit.modeling.chat_template import check_chat_options
+from refusion_lit.modeling.vocabulary import get_add_bos, prompt_prefix, starts_with_bos
+from refusion_lit.utils.require import require
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    query: str,
+    prompt_template: str = "{query}",
+    messages: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
+    chat_options: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Encode a query as a prompt.
+
+    With a chat template, the query is a user turn (or ``messages`` are the turns), followed by the
+    assistant turn's opening. Without a chat template, ``prompt_template`` is filled in. A special token's name becomes
+    the token if the template contains it, and plain text if the query does. The text is encoded as a whole.
+
+    The prompt begins with the BOS token if the tokenizer's policy says so
+    (:func:`~refusion_lit.modeling.vocabulary.set_add_bos`) and the template does not write it. With ``add_bos: auto``,
+    nothing is added to a chat template's tokens, as in transformers' ``apply_chat_template``.
+
+    Args:
+        tokenizer: The tokenizer.
+        query: The query.
+        prompt_template: Text with ``{query}`` in it.
+        messages: Chat turns, instead of the query.
+        tools: Descriptions of tools for the chat template.
+        chat_options: Options of the chat template besides the options that are kept with the tokenizer.
+
+    Raises:
+        ValueError: If a character is unknown, the chat template refuses or drops a turn or does not read an option,
+            or the prompt is empty.
+    """
+    require(isinstance(query, str), "query", "a text", query, "give turns of a chat as messages")
+    turns = read_turns(messages) or [{"role": "user", "content": query}]
+    guard = NameGuard(tokenizer, [query, *list_texts([turns, tools])])
+    if chat_options:
+        check_chat_options(tokenizer, chat_options)
+    rendered = render_turns(tokenizer, guard, turns, prompt_template, tools, chat_options=chat_options)
+    check_turns(tokenizer, turns, tools, chat_options)
+    ids = _encode_rendered(tokenizer, guard, rendered)
+    if not ids:
+        raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
+    return ids
+
+
+def encode_response(
+    tokenizer: PreTrainedTokenizerBase,
+    response: str,
+    prompt_ids: Sequence[int],
+    query: str,
+    prompt_template: str = "{query}",
+    messages: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
+    answer: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Encode a response as a part of the whole text, including its end.
+
+    Prompt and response together are the rendered conversation's tokens, up to the special token that ends the
+    assistant's turn. Without a chat template, they are the whole text's tokens, followed by EOS. If the whole text
+    is split within the prompt's last token, the response is encoded as text within a text.
+
+    Args:
+        tokenizer: The tokenizer.
+        response: The response.
+        prompt_ids: The prompt, from :func:`encode_prompt` with the following arguments.
+        query: The query.
+        prompt_template: Text with ``{query}`` in it.
+        messages: Chat turns, instead of the query.
+        tools: Descriptions of tools for the chat template.
+        answer: The assistant's turn, instead of the response, if it has more than text, such as tool calls.
+
+    Raises:
+        ValueError: If a character is unknown, or the chat template drops a part of ``answer``.
+    """
+    turns = read_turns(messages) or [{"role": "user", "content": query}]
+    guard = NameGuard(tokenizer, [query, response, *list_texts([turns, tools, answer])])
+    opened = render_turns(tokenizer, guard, turns, prompt_template, tools)
+    if answer is not None:
+        return _encode_answer(tokenizer, guard, turns, answer, tools, opened, prompt_ids)
+    eos = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
+    if not tokenizer.chat_template:
+        rest = guard.mark(response)
+        try:
+            whole = _encode_rendered(tokenizer, guard, opened + rest)
+        except ValueError:  # the border joins two words to an unknown word
+            whole = []
+        is_split = whole[: len(prompt_ids)] != [*prompt_ids]
+        ids = encode_parts(tokenizer, guard.split(rest), within=True) if is_split else whole[len(prompt_ids) :]
+        return [*ids, eos]
+
+    def render(content: str) -> str:
+        answered = [*turns, {"role": "assistant", "content": content}]
+        try:
+            return render_turns(tokenizer, guard, answered, prompt_template, tools, is_open=False)
+        except ValueError:  # a template may refuse what the prompt's template does not
+            return ""
+
+    rendered = render(response)
+    marked = guard.mark(response)
+    ids = []
+    if rendered.startswith(opened):
+        ids = _encode_rest(tokenizer, guard, rendered, opened, prompt_ids)
+    elif response and marked in rendered:
+        # The template writes the earlier turns or the assistant's opening in another way than in the prompt, such as
+        # Mistral's system text, which is in the last turn of the user, and openings with "<think>".
+        before, _, closing = rendered.rpartition(marked)
+        lead = _find_lead(before, opened, guard.mark(str(turns[-1].get("content") or "")))
+        ids = encode_parts(tokenizer, guard.split(lead + marked + closing), within=True)
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    for place, token in enumerate(ids):
+        if token in special and response.strip() in str(tokenizer.decode(ids[:place])):
+            return ids[: place + 1]
+    # The template changes the text, by leaving out thoughts, say: the text is encoded as it is, with the turn's end.
+    text = _without_opening(response, opened)
+    closing = render(guard.probe).rpartition(guard.probe)[2]
+    names = [closing[start:end] for start, end in guard.find_names(closing)]
+    end = tokenizer.convert_tokens_to_ids(names[0]) if names else eos
+    return [*encode_parts(tokenizer, guard.split(guard.mark(text)), within=True), int(end)]  # type: ignore[arg-type]
+
+
+_TAG_AT_END = re.compile(r"(<[^<>\s]+>)(\s*)\Z")
+
+
+def _find_lead(before: str, opened: str, query: str) -> str:
+    """Return the text between the assistant's opening and the answer in a rendered chat, such as a space.
+
+    Args:
+        before: The rendered chat up to the answer.
+        opened: The rendered prompt, which has the last turn and the opening at its end.
+        query: The text of the turn before the answer.
+    """
+    if not query or query not in before or query not in opened:
+        return ""
+    between, opening = (text.rpartition(query)[2] for text in (before, opened))
+    return between[len(opening) :] if between.startswith(opening) else ""
+
+
+def _without_opening(response: str, opened: str) -> str:
+    """Return a response without the tag that begins its thoughts if the prompt ends with this tag already."""
+    tag = _TAG_AT_END.search(opened)
+    text = response.lstrip()
+    if tag is None or not text.startswith(tag[1]):
+        return response
+    return text[len(tag[1]) :].removeprefix(tag[2])
+
+
+def _encode_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    guard: NameGuard,
+    turns: Sequence[Mapping[str, Any]],
+    answer: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]],
+    opened: str,
+    prompt_ids: Sequence[int],
+) -> list[int]:
+    """Encode an assistant's turn with tool calls or reasoning as the chat template renders it, including its end.
+
+    Args:
+        tokenizer: The tokenizer.
+        guard: Marks names of special tokens.
+        turns: The turns before the assistant's turn.
+        answer: The assistant's turn.
+        tools: Descriptions of tools.
+        opened: The rendered prompt.
+        prompt_ids: The encoded prompt.
+
+    Raises:
+        ValueError: If the chat template does not render every part of the turn.
+    """
+    option = f"turn {len(turns) + 1} (assistant)"
+    fix = "use a chat template that renders it, give the turn weight 0, or set data.task.assistant_parts: text"
+    has_template = bool(tokenizer.chat_template)
+    require(has_template, option, "text, as the tokenizer has no chat template", get_parts(answer), fix)
+
+    def render(turn: Mapping[str, Any]) -> str:
+        return render_turns(tokenizer, guard, [*turns, turn], "", tools, is_open=False)
+
+    try:
+        rendered = render(answer)
+    except ValueError as error:
+        raise ValueError(f"{option} with {', '.join(get_parts(answer))}: {error}") from error
+    for part, turn in leave_out_parts(answer):
+        try:
+            is_dropped = render(turn) == rendered
+        except ValueError:  # the template inspects the part, so it does not drop the part
+            continue
+        require(not is_dropped, option, f"a chat template that renders the turn's {part}", answer[part], fix)
+    before, _, closing = render({"role": "assistant", "content": guard.probe}).partition(guard.probe)
+    num_common = len(commonprefix([rendered[::-1], closing[::-1]]))  # noqa: RUF071 - no paths
+    ends = guard.find_names(rendered)
+    end = next((end for start, end in ends if start >= len(rendered) - num_common), None)
+    if end is None and ends and not rendered[ends[-1][1] :].strip():
+        end = ends[-1][1]  # calls may end with another token than text, such as <|eom_id|>
+    text = rendered[: len(rendered) - num_common if end is None else end]
+    if text.startswith(opened):
+        ids = _encode_rest(tokenizer, guard, text, opened, prompt_ids)
+    else:  # The template writes earlier turns of the assistant without the opening.
+        require(text.startswith(before), option, "a chat template that renders it after the earlier turns", answer, fix)
+        ids = encode_parts(tokenizer, guard.split(text[len(before) :]), within=True)
+    return ids if end is not None else [*ids, int(tokenizer.eos_token_id)]  # type: ignore[arg-type]
+
+
+def _encode_rest(
+    tokenizer: PreTrainedTokenizerBase, guard: NameGuard, rendered: str, opened: str, prompt_ids: Sequence[int]
+) -> list[int]:
+    """Encode what follows the prompt's text ``opened`` in a text, as a part of the whole text if the prompt is, too."""
+    whole = _encode_rendered(tokenizer, guard, rendered)
+    if whole[: len(prompt_ids)] == [*prompt_ids]:
+        return whole[len(prompt_ids) :]
+    return encode_parts(tokenizer, guard.split(rendered[len(opened) :]), within=True)
+
+
+def _encode_rendered(tokenizer: PreTrainedTokenizerBase, guard: NameGuard, rendered: str) -> list[int]:
+    """Encode rendered text from its beginning, with BOS if the tokenizer's policy says so."""
+    ids = encode_parts(tokenizer, guard.split(rendered))
+    is_complete = not ids or (bool(tokenizer.chat_template) and get_add_bos(tokenizer) == "auto")
+    return ids if is_complete or starts_with_bos(ids, tokenizer) else [*prompt_prefix(tokenizer), *ids]
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the special token with which the chat template ends the assistant's turn; ``None`` if unknown."""
+    if not tokenizer.chat_template:
+        return None
+    try:
+        return encode_response(tokenizer, "a", encode_prompt(tokenizer, "a"), "a")[-1]
+    except ValueError:
+        return None

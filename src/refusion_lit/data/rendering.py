@@ -1,0 +1,258 @@
+"""Rendering of conversations as text with a chat template or a prompt template.
+
+Names of special tokens in the text of users and data sets are marked, because only a template may write special tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from refusion_lit.modeling.chat_template import get_chat_options
+from refusion_lit.tasks.base import MORE_THAN_TEXT
+from refusion_lit.utils.require import require
+
+_PROBE = "probe of a turn"
+_CALLS = ("tool_calls", "function_call")
+
+
+def read_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return chat turns whose contents are texts; the text parts of a content are joined.
+
+    Raises:
+        ValueError: If a turn has no role, or a content has a part of another type, such as an image, which a template
+            may render silently.
+    """
+    is_sequence = isinstance(messages, Iterable) and not isinstance(messages, str | Mapping)
+    fix = "put a single turn in a list"
+    require(is_sequence, "messages", "a list of turns, each a dict with role and content", messages, fix)
+    turns: list[Mapping[str, Any]] = []
+    for number, turn in enumerate(messages):
+        is_turn = isinstance(turn, Mapping) and isinstance(turn.get("role"), str)
+        require(is_turn, f"messages.{number}", "a dict with role and content", turn, "write {role: user, content: ...}")
+        content = turn.get("content")
+        if not isinstance(content, list | tuple):
+            turns.append(turn)
+            continue
+        texts: list[str] = []
+        for index, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, Mapping) else part
+            is_text = isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str)
+            option = f"messages.{number}.content.{index}.type"
+            require(is_text, option, "'text', because models read text only", kind, "leave the part out")
+            texts.append(part["text"])
+        turns.append({**turn, "content": "".join(texts)})
+    return turns
+
+
+def render_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    guard: NameGuard,
+    turns: Sequence[Mapping[str, Any]],
+    prompt_template: str,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    is_open: bool = True,
+    chat_options: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the text of turns, in which marks surround users' names of special tokens.
+
+    Args:
+        tokenizer: The tokenizer.
+        guard: Marks the names.
+        turns: The turns.
+        prompt_template: Text with ``{query}`` in it, for tokenizers without a chat template.
+        tools: Descriptions of tools for the chat template.
+        is_open: Whether the text ends with the opening of the assistant's turn.
+        chat_options: Options of the chat template besides the options that are kept with the tokenizer.
+
+    Raises:
+        ValueError: If the chat template refuses the turns, or there are several turns without a chat template.
+    """
+    roles = ", ".join(str(turn["role"]) for turn in turns)
+    if not tokenizer.chat_template:
+        expected = "one turn, as the tokenizer has no chat template"
+        fix = "leave out the other turns, or use a tokenizer with a chat template"
+        require(len(turns) == 1, "messages", expected, f"turns of {roles}", fix)
+        return prompt_template.replace("{query}", guard.mark(str(turns[0].get("content") or "")))
+    marked: Any = _map_texts(guard.mark, list(turns))
+    options: dict[str, Any] = {**get_chat_options(tokenizer), **(chat_options or {})}
+    if tools:
+        options["tools"] = _map_texts(guard.mark, list(tools))
+    try:
+        return str(tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=is_open, **options))
+    except Exception as error:  # a template may raise any error
+        changeable = [name for name in chat_options or () if name != "continue_final_message"]
+        fix = " or ".join(["reorder them", *(f"change {name}" for name in changeable)])
+        message = f"messages: the chat template refuses turns of {roles} ({error}); {fix}."
+        raise ValueError(message) from error
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *, is_open: bool = True
+) -> list[tuple[str, bool]]:
+    """Render chat turns with the chat template, in parts.
+
+    Args:
+        tokenizer: A tokenizer with a chat template.
+        messages: The turns.
+        is_open: Whether the assistant's turn is opened; otherwise, the last turn is left open.
+
+    Returns:
+        Pairs of a text and whether names of special tokens in the text mean the tokens, which
+        :func:`~refusion_lit.data.encoding.encode_parts` encodes.
+
+    Raises:
+        ValueError: If the chat template refuses the turns.
+    """
+    guard = NameGuard(tokenizer, list_texts(messages))
+    options = {"continue_final_message": not is_open}
+    return guard.split(render_turns(tokenizer, guard, messages, "", (), is_open=is_open, chat_options=options))
+
+
+def check_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    chat_options: Mapping[str, Any] | None,
+) -> None:
+    """Refuse turns and tool calls that the chat template drops: many templates know no developer, some no calls.
+
+    Raises:
+        ValueError: If a turn with another role than system, user and assistant, or a call would not be in the prompt.
+    """
+    if not tokenizer.chat_template:
+        return
+    options: dict[str, Any] = {**get_chat_options(tokenizer), **(chat_options or {}), "tools": list(tools) or None}
+    options |= {"tokenize": False, "add_generation_prompt": True}
+
+    def render(turns: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the rendered turns; ``None`` if the template refuses them, as it does not drop what it inspects."""
+        try:
+            return str(tokenizer.apply_chat_template(list(turns), **options))  # type: ignore[arg-type]
+        except Exception:  # a template may raise any error
+            return None
+
+    for number, turn in enumerate(turns):
+        if turn["role"] not in ("system", "user", "assistant"):
+            rendered = render([*turns[:number], {**turn, "content": _PROBE}, *turns[number + 1 :]])
+            fix = "use system" if turn["role"] == "developer" else "leave it out"
+            expected = "a role that the chat template renders"
+            is_rendered = rendered is None or _PROBE in rendered
+            require(is_rendered, f"messages.{number}.role", expected, turn["role"], fix)
+    if not any(turn.get(name) for turn in turns for name in _CALLS):
+        return
+    # One rendering shows whether the names of all calls are in the prompt. If not, each call is left out in turn.
+    probes: list[str] = []
+    rendered = render([_rename_calls(turn, probes) for turn in turns])
+    if rendered is not None and all(probe in rendered for probe in probes):
+        return
+    rendered = render(turns)
+    if rendered is None:
+        return
+    for number, turn in enumerate(turns):
+        for name, other in leave_out_parts(turn):
+            is_dropped = name in _CALLS and render([*turns[:number], other, *turns[number + 1 :]]) == rendered
+            expected = f"a chat template that renders the calls of turn {number + 1} ({turn['role']})"
+            fix = "use a template that renders them, or leave the turn out"
+            require(not is_dropped, f"messages.{number}.{name}", expected, turn.get(name), fix)
+
+
+def _rename_calls(turn: Mapping[str, Any], probes: list[str]) -> Mapping[str, Any]:
+    """Return a turn whose calls name a probe instead of their functions, and append the probes to a list."""
+
+    def rename(call: Any) -> Any:  # noqa: ANN401 - any JSON value
+        probes.append(f"{_PROBE} {len(probes)}.")
+        if not isinstance(call, Mapping):
+            return call
+        function = call.get("function")
+        if isinstance(function, Mapping):
+            return {**call, "function": {**function, "name": probes[-1]}}
+        return {**call, "name": probes[-1]}
+
+    turn = {**turn}
+    if isinstance(turn.get("tool_calls"), list | tuple):
+        turn["tool_calls"] = [*map(rename, turn["tool_calls"])]
+    if turn.get("function_call"):
+        turn["function_call"] = rename(turn["function_call"])
+    return turn
+
+
+def get_parts(turn: Mapping[str, Any]) -> list[str]:
+    """Return the names of an assistant turn's parts besides its role that are not empty."""
+    return [name for name in ("content", *MORE_THAN_TEXT) if turn.get(name)]
+
+
+def leave_out_parts(turn: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name of every part of an assistant's turn, and the turn without the part; every call is a part."""
+    for name in get_parts(turn):
+        others = {key: value for key, value in turn.items() if key != name}
+        if name == "content":
+            yield name, {**others, name: ""}
+        elif name == "tool_calls" and len(turn[name]) > 1:
+            for index in range(len(turn[name])):
+                yield name, {**others, name: [*turn[name][:index], *turn[name][index + 1 :]]}
+        else:
+            yield name, {"content": "", **others}
+
+
+def list_texts(value: object) -> Iterator[str]:
+    """Yield the texts in nested lists and mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from list_texts([*value, *value.values()])
+    elif isinstance(value, Iterable):
+        for item in value:
+            yield from list_texts(item)
+
+
+def _map_texts(function: Callable[[str], str], value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Return nested lists and mappings with a function applied to their texts."""
+    if isinstance(value, str):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {name: _map_texts(function, item) for name, item in value.items()}
+    return [_map_texts(function, item) for item in value] if isinstance(value, list | tuple) else value
+
+
+class NameGuard:
+    """Marks names of special tokens in users' text, so that they differ from a template's names after rendering.
+
+    Only names are marked, so that a template can trim and inspect the rest of the text.
+
+    Args:
+        tokenizer: The tokenizer with the special tokens.
+        texts: All texts to mark; the marks are characters that occur in none of the texts.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
+        added = tokenizer.added_tokens_decoder.values()
+        names = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        used = set().union(*texts)
+        # Unicode reserves code points from U+FDD0 on for internal use; texts rarely contain them.
+        free = (mark for mark in map(chr, range(0xFDD0, sys.maxunicode)) if mark not in used)
+        self._open = next(free)
+        self._close = next(free)
+        self.probe = next(free)
+        """A character that occurs in none of the texts."""
+
+    def mark(self, text: str) -> str:
+        """Mark the names of special tokens in a text."""
+        return self._names.sub(lambda name: f"{self._open}{name[0]}{self._close}", text)
+
+    def find_names(self, rendered: str) -> list[tuple[int, int]]:
+        """Return where the names of special tokens that mean the tokens start and end."""
+        return [name.span() for name in self._names.finditer(rendered) if rendered[name.start() - 1] != self._open]
+
+    def split(self, rendered: str) -> list[tuple[str, bool]]:
+        """Split at the marks; return pairs of a text and whether names in the text mean special tokens."""
+        parts = re.split(f"{self._open}([^{self._open}{self._close}]*){self._close}", rendered)
+        # A template that truncates a name leaves an unpaired mark.
+        unpaired = str.maketrans("", "", self._open + self._close)
+        return [(part.translate(unpaired), i % 2 == 0) for i, part in enumerate(parts) if part]
