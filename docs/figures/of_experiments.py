@@ -33,6 +33,7 @@ def _path(experiment: str, name: str = "results.json") -> str:
 
 
 @table("demo", _path("demo"))
+@table("demo epyc", _path("demo", "results_epyc.json"))
 def _demo(results: Result) -> str:
     return demo.table(results["rows"])
 
