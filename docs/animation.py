@@ -5,6 +5,7 @@ The model is the half-trained one of the reference outputs, which makes mistakes
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -103,4 +104,5 @@ def draw(trace: Trace) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     TARGET.write_text(draw(decode()), encoding="utf-8")

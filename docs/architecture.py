@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import tomllib
@@ -83,4 +84,5 @@ def drawing() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     TARGET.write_text(drawing(), encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 from drawing import CELL, TARGET, draw_steps, picture, row, text
 
 
@@ -567,6 +569,7 @@ PICTURES = (
 )
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     TARGET.mkdir(exist_ok=True)
     for draw in PICTURES:
         draw()

@@ -1,13 +1,11 @@
 """Takes the pictures of the pages that commands make: a report, a trace, and the server's chat.
 
-usage: python docs/screenshots.py [MODEL]
-
-MODEL is by default a committed one, that of the reference tests, which writes sums of three additions. It needs
-selenium, chromium and chromedriver; the pictures replace those in docs/img.
+It needs selenium, chromium and chromedriver, and replaces the pictures in docs/img.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -92,4 +90,6 @@ def main(model: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else str(MODEL))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", nargs="?", default=str(MODEL), help="a model of the quickstart's sums")
+    main(parser.parse_args().model)

@@ -1,17 +1,15 @@
 """Print the size of every package and the words of its docstrings that send a reader back for a noun.
 
-usage: python docs/sizes.py [FOLDER]
-
-FOLDER is a Python package, by default src/refusion_lit. The second group of columns counts words per 1 000 words of
-docstrings; shared habits of well-known packages lie at 5 *one*, 3 *each*, 0.5 *those* and 30 *of*, or below.
+The last columns count words per 1 000 words of docstrings. Well-known packages have at most 5 *one*, 3 *each*, 0.5
+*those* and 30 *of*.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import re
-import sys
 import tokenize
 from collections import Counter
 from dataclasses import dataclass, field
@@ -76,7 +74,9 @@ def code_lines(text: str) -> set[int]:
 
 def main() -> None:
     """Print the table."""
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else "src/refusion_lit")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("src/refusion_lit"), help="a Python package")
+    root = parser.parse_args().folder
     sizes: dict[str, Size] = {}
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts

@@ -1,7 +1,4 @@
-"""Gather a sweep's table into one JSON without the paths of the machine that ran it.
-
-usage: python experiments/collect_sweep.py SWEEP_DIRECTORY OUTPUT.json
-"""
+"""Gather a sweep's table into one JSON, without the paths of the machine: collect_sweep.py SWEEP_DIRECTORY OUTPUT."""
 
 from __future__ import annotations
 
@@ -11,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import auto_cli
+
 sys.path.append(str(Path(__file__).parents[1]))
 
 from experiments.common import read_environment
@@ -19,7 +18,7 @@ LOCAL = {"folder", "error", "point", "point_seconds", "seconds"}
 
 
 def value(text: str) -> Any:
-    """Return a cell as what it was: numbers as numbers, the name of a checkpoint as that of its run."""
+    """Return the value of a cell: a number as a number, a checkpoint as the name of its run."""
     if text.endswith(".ckpt"):
         return Path(text).parents[2].name
     try:
@@ -29,7 +28,12 @@ def value(text: str) -> Any:
 
 
 def main(directory: Path, output: Path) -> None:
-    """Write every row by its options and decoder."""
+    """Gather the table of a sweep into one JSON, without the paths of the machine that ran it.
+
+    Args:
+        directory: The sweep's directory, with all points finished.
+        output: The JSON file to write.
+    """
     with (directory / "results.csv").open(encoding="utf-8", newline="") as file:
         rows = [{k: value(v) for k, v in row.items() if k not in LOCAL} for row in csv.DictReader(file)]
     unfinished = [row for row in rows if row["status"] != "finished"]
@@ -43,4 +47,4 @@ def main(directory: Path, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    auto_cli(main)

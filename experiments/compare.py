@@ -1,9 +1,7 @@
-"""Compare a fresh result with a committed one, within stated tolerances.
+"""Compare a fresh result with a committed one, within stated tolerances: compare.py COMMITTED FRESH RECIPE.
 
-usage: python experiments/compare.py COMMITTED FRESH reproduce.yaml
-
-``reproduce.yaml`` holds ``compare``: a mapping from dotted paths (``*`` for every key or index) to tolerances,
-``absolute``, ``relative`` or both, of which one must hold. What no path names is not compared.
+RECIPE, an experiment's ``reproduce.yaml``, holds ``compare``: a mapping from dotted paths (``*`` for every key or
+index) to tolerances, ``absolute``, ``relative`` or both, of which one must hold. What no path names is not compared.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import auto_cli
 
 
 def find_values(values: Any, path: list[str]) -> Iterator[tuple[str, Any]]:
@@ -51,7 +50,13 @@ def differences(committed: Any, fresh: Any, compare: Mapping[str, Mapping[str, f
 
 
 def main(committed: str, fresh: str, recipe: str) -> int:
-    """Print the differences; return 1 if there are any."""
+    """Print the differences between a fresh result and the committed one; return 1 if there are any.
+
+    Args:
+        committed: JSON file of the committed result.
+        fresh: JSON file of the fresh result.
+        recipe: The experiment's ``reproduce.yaml``, which names the values to compare and their tolerances.
+    """
     old, new = (json.loads(Path(path).read_text(encoding="utf-8")) for path in (committed, fresh))
     problems = differences(old, new, yaml.safe_load(Path(recipe).read_text(encoding="utf-8"))["compare"])
     for line in problems or ["reproduced: every figure within its tolerance"]:
@@ -60,4 +65,4 @@ def main(committed: str, fresh: str, recipe: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:4]))
+    sys.exit(auto_cli(main))

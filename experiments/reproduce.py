@@ -1,11 +1,9 @@
-"""Run an experiment from its folder and compare what comes out with the committed result.
+"""Run an experiment again and compare with the committed result: reproduce.py FOLDER OUTPUT [--update true].
 
-usage: python experiments/reproduce.py EXPERIMENT OUTPUT [--update]
-
-EXPERIMENT holds ``reproduce.yaml``: ``commands`` (run from the repository's root; ``{output}`` is replaced), ``result``
-(the committed file of EXPERIMENT), ``fresh`` (its counterpart below OUTPUT, by default of the same name) and
-``compare`` (see compare.py). ``--update`` commits to what came out: it replaces ``result``, and the files of ``also``
-(from OUTPUT), instead of comparing.
+FOLDER holds ``reproduce.yaml``: ``commands`` (run from the repository's root; ``{output}`` is replaced), ``result``
+(the committed file of FOLDER), ``fresh`` (its counterpart below OUTPUT, by default of the same name) and
+``compare`` (see compare.py). ``--update true`` compares nothing: it replaces ``result``, and the files of ``also``,
+by the files in OUTPUT.
 """
 
 from __future__ import annotations
@@ -18,10 +16,17 @@ from pathlib import Path
 
 import yaml
 from compare import main as compare
+from jsonargparse import auto_cli
 
 
 def main(folder: Path, output: Path, *, update: bool = False) -> int:
-    """Return 0 if the result came out again, or replaces the committed one."""
+    """Run an experiment again and compare its result with the committed result.
+
+    Args:
+        folder: The experiment's folder, which has a ``reproduce.yaml``.
+        output: Directory of the new result.
+        update: Replace the committed result by the new one instead of comparing.
+    """
     recipe = yaml.safe_load((folder / "reproduce.yaml").read_text(encoding="utf-8"))
     output.mkdir(parents=True, exist_ok=True)
     for line in recipe["commands"]:
@@ -39,4 +44,4 @@ def main(folder: Path, output: Path, *, update: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), update="--update" in sys.argv[3:]))
+    sys.exit(auto_cli(main))

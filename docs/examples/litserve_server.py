@@ -1,17 +1,17 @@
 """A model behind LitServe: requests that arrive together are decoded together, and each gets the answer it gets alone.
 
-usage: pip install litserve && python litserve_server.py CKPT_PATH [PORT]
+usage: pip install litserve && python litserve_server.py CKPT_PATH [--port PORT]
 
     curl localhost:8000/predict -H 'Content-Type: application/json' -d '{"prompt": "12+34,56+78>", "max_tokens": 32}'
 
 `refusion-lit serve` is the server with OpenAI's API, streams, cancelled requests and JSON schemas.
 """
 
-import sys
 from collections import defaultdict
 from typing import Any
 
 import litserve
+from jsonargparse import auto_cli
 
 import refusion_lit
 
@@ -52,7 +52,16 @@ class Decoding(litserve.LitAPI):
         return [answers[number] for number in range(len(asked))]
 
 
-if __name__ == "__main__":
-    ckpt_path, *port = sys.argv[1:]
+def main(ckpt_path: str, port: int = 8000) -> None:
+    """Serve a model by LitServe.
+
+    Args:
+        ckpt_path: A run, a checkpoint, a directory or a hub id.
+        port: The port to listen on.
+    """
     server = litserve.LitServer(Decoding(ckpt_path), accelerator="cpu", workers_per_device=1)
-    server.run(host="127.0.0.1", port=int(port[0]) if port else 8000, generate_client_file=False)
+    server.run(host="127.0.0.1", port=port, generate_client_file=False)
+
+
+if __name__ == "__main__":
+    auto_cli(main)

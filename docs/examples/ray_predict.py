@@ -1,17 +1,17 @@
 """Decode a large file of prompts by actors of Ray Data: resumable by id, in order, and a killed actor loses nothing.
 
-usage: pip install -c constraints.txt '.[ray]' && python ray_predict.py CKPT_PATH PROMPTS.jsonl DIRECTORY [NUM_ACTORS]
+usage: pip install -c constraints.txt '.[ray]' && python ray_predict.py CKPT_PATH PROMPTS.jsonl OUTPUT [--num_actors N]
 
 Each line of the file has a `prompt` and an `id`, a number that grows from line to line. To resume, run the same command
-again: what is in OUTPUT_DIRECTORY/parts is not decoded again. OUTPUT_DIRECTORY/answers has all answers, sorted by id.
+again: what is in OUTPUT/parts is not decoded again. OUTPUT/answers has all answers, sorted by id.
 On a cluster, all paths must be on storage that its machines share.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import ray
+from jsonargparse import auto_cli
 from ray.data.checkpoint import CheckpointConfig
 
 import refusion_lit
@@ -49,7 +49,18 @@ def answer(
     answers.write_json(str(output / "answers"), mode="overwrite")
 
 
+def main(ckpt_path: str, prompts: str, output: Path, num_actors: int = 2) -> None:
+    """Answer all prompts of a file by actors of Ray Data.
+
+    Args:
+        ckpt_path: A run, a checkpoint, a directory or a hub id.
+        prompts: The JSONL file of prompts.
+        output: The directory of the answers.
+        num_actors: Number of actors; an actor takes a core, and reading and writing need one more.
+    """
+    ray.init()  # `ray start --num-cpus` sets the number of cores
+    answer(ckpt_path, prompts, output.resolve(), num_actors)
+
+
 if __name__ == "__main__":
-    ckpt_path, prompts, output, *num_actors = sys.argv[1:]
-    ray.init()  # an actor takes a core, and reading and writing need one more: `ray start --num-cpus` sets their number
-    answer(ckpt_path, prompts, Path(output).resolve(), int(num_actors[0]) if num_actors else 2)
+    auto_cli(main)

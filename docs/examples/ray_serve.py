@@ -1,17 +1,17 @@
 """Replicas of the server under Ray Serve: one address, each request goes to one of them.
 
-usage: pip install -c constraints.txt '.[ray,serve]' && python ray_serve.py CKPT_PATH [NUM_REPLICAS] [PORT]
+usage: pip install -c constraints.txt '.[ray,serve]' && python ray_serve.py CKPT_PATH [--num_replicas N] [--port PORT]
 
 A replica is all of `refusion-lit serve`: queue, limits, streams, cancelled requests. An answer depends on its request
-alone, so it does not matter which replica gives it. `/metrics` and `/health` tell of one replica; Ray's own cover all.
-To serve other machines, set REFUSION_LIT_API_KEY where Ray is started, and another host below.
+alone, so it does not matter which replica gives it. `/metrics` and `/health` describe the replica that answers; Ray's
+metrics cover all replicas. To serve other machines, set REFUSION_LIT_API_KEY where Ray is started, and change the host.
 """
 
 import os
-import sys
 from pathlib import Path
 
 from fastapi import FastAPI
+from jsonargparse import auto_cli
 from ray import serve
 
 import refusion_lit
@@ -42,8 +42,17 @@ def application(ckpt_path: str, num_replicas: int) -> serve.Application:
     return replica.bind()
 
 
-if __name__ == "__main__":
-    ckpt_path, *rest = sys.argv[1:]
-    num_replicas, port = (*map(int, rest), *(2, 8000)[len(rest) :])
+def main(ckpt_path: str, num_replicas: int = 2, port: int = 8000) -> None:
+    """Serve replicas of a model under Ray Serve.
+
+    Args:
+        ckpt_path: A run, a checkpoint, a directory or a hub id.
+        num_replicas: Number of replicas, each with a core.
+        port: The port to listen on.
+    """
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(application(ckpt_path, num_replicas), blocking=True)
+
+
+if __name__ == "__main__":
+    auto_cli(main)

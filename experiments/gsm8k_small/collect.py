@@ -1,12 +1,11 @@
-"""Gather the result of this experiment from three runs: validate (untrained), fit, predict.
-
-usage: python experiments/gsm8k_small/collect.py VALIDATE_RUN FIT_RUN PREDICT_RUN
-"""
+"""Gather the result of this experiment from three runs: collect.py VALIDATE_RUN FIT_RUN PREDICT_RUN."""
 
 import csv
 import json
 import sys
 from pathlib import Path
+
+from jsonargparse import auto_cli
 
 from refusion_lit.evaluation.predictions import read_json_lines
 
@@ -16,6 +15,7 @@ from experiments.common import read_environment
 
 
 def validation_losses(run: Path) -> list[dict[str, float]]:
+    """Return the validation losses that a run has logged."""
     with (run / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row.get("val/loss")]
     names = ("val/loss", "val/ar", "val/mdm")
@@ -23,6 +23,13 @@ def validation_losses(run: Path) -> list[dict[str, float]]:
 
 
 def main(untrained: Path, fit: Path, predict: Path) -> None:
+    """Write results.json from three runs.
+
+    Args:
+        untrained: Directory of the run of ``validate`` on the untrained model.
+        fit: Directory of the run of ``fit``.
+        predict: Directory of the run of ``predict``.
+    """
     lines = read_json_lines(predict / "predictions.jsonl")
     start = validation_losses(untrained)[0] | {"step": 0}
     shown = ("id", "prompt", "response", "reference", "num_forwards")
@@ -39,4 +46,4 @@ def main(untrained: Path, fit: Path, predict: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:4]))
+    auto_cli(main)
