@@ -286,6 +286,7 @@ def draw(curves: Mapping[str, Mapping[int, float]], path: Path, x_name: str, y_n
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     figure, axes = pyplot.subplots(figsize=(5.5, 3.5), layout="constrained")
     for name, values in curves.items():
@@ -293,6 +294,8 @@ def draw(curves: Mapping[str, Mapping[int, float]], path: Path, x_name: str, y_n
     axes.set(xscale="log", yscale="log", xlabel=x_name, ylabel=y_name)
     numbers = list(next(iter(curves.values())))
     axes.set_xticks(numbers, [str(number) for number in numbers])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()

@@ -292,7 +292,7 @@ def verification() -> None:
     prompt = ("prompt", ["Who@0", "is@1", "?@2"])
     drafts = ["a@3", "b@4", "c@5", "x@6", "e@7"]
     steps = [
-        ("1  masked model: a window of masks", [prompt, ("mask", [f"M@{i}" for i in range(3, 8)])]),
+        ("1  masked model: feed masks", [prompt, ("mask", [f"M@{i}" for i in range(3, 8)])]),
         ("2  it drafts them all", [prompt, ("draft", drafts)]),
         ("3  verifier: reads all but the last", [prompt, ("draft", drafts[:-1])]),
         ("4  draft and target agree up to c", [prompt, ("known", drafts[:3]), ("rejected", drafts[3:])]),
@@ -433,7 +433,7 @@ def speculation() -> None:
         ("1  last token, drafts, mask groups", [text_so_far, ("known", ["a@3"]), ("draft", ["b@4", "x@5"]), *groups]),
         ("2  the model's own next tokens", [text_so_far, ("known", ["a@3", "b@4", "c@5"]), ("rejected", ["x@5"])]),
         (
-            "3  the group after one accepted draft",
+            "3  the group after one draft",
             [text_so_far, ("known", ["a@3", "b@4", "c@5"]), ("draft", ["d@6", "e@7"])],
         ),
     ]

@@ -75,8 +75,7 @@ def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
             is_hollow = bool(row.mismatches or row.has_other_prompts)
             _draw_point(ax, numbers[row.method], row.tokens_per_forward, row.score, f"point-{i}", is_hollow=is_hollow)
         ax.set_xlim(left=max(ax.get_xlim()[0], 0))
-        low, high = ax.get_ylim()
-        ax.set_ylim(max(low, -2), min(high, 102))
+        _limit_scores(ax)
         title = f"Score in percent over tokens per forward of {len(comparison.rows)} rows; the table has the values"
         return _save(figure, form, title, titles)
 
@@ -104,8 +103,15 @@ def speed_plot(comparison: Comparison) -> str:
             titles[gid] = f"{row.title}: score {y:.1f} %, {speed:.0f} tokens/s alone, {estimate:.2f} times the baseline"
             _draw_point(ax, number, Interval(speed, low * baseline, high * baseline), row.score, gid)
             ax.annotate(row.title, (speed, y), textcoords="offset points", xytext=(10, 8), fontsize=11)
-        ax.set_ylim(max(ax.get_ylim()[0], -2), 104)
+        _limit_scores(ax)
         return _save(figure, "svg", "Score in percent over tokens per second, one prompt at a time", titles).decode()
+
+
+def _limit_scores(ax: Axes) -> None:
+    """End the vertical axis, whose unit is percent, just beyond 0 and 100, without ticks beyond them."""
+    low, high = ax.get_ylim()
+    ax.set_ylim(max(low, -2), min(high, 102))
+    ax.set_yticks([tick for tick in ax.get_yticks() if max(low, 0) <= tick <= min(high, 100)])
 
 
 def _draw_point(ax: Axes, number: int, x: Interval, y: Interval, gid: str, *, is_hollow: bool = False) -> None:
@@ -198,7 +204,7 @@ def _figure(names: Sequence[str]) -> Iterator[tuple[Figure, Axes]]:
     from matplotlib.lines import Line2D
 
     names = [_shorten(name) for name in names] if len(names) <= _MAX_LEGEND_ENTRIES else []
-    num_columns = max(1, 120 // (6 + max(map(len, names), default=0)))
+    num_columns = max(1, 122 // (8 + max(map(len, names), default=0)))  # in letters; line and gaps take eight
     with mpl.rc_context(_SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # the reader's fonts draw the texts, not matplotlib's
         figure = Figure(figsize=(12.5, 6.1 + 0.28 * -(-len(names) // num_columns)), dpi=72, layout="constrained")
