@@ -188,6 +188,14 @@ IMPOSSIBLE = [
         },
         "partial_rotary_factor",
     ),
+    ("sdar-tiny", {"layer_types": ["sliding_attention"] * 3}, "sliding_window"),
+    ("idlm-tiny", {"layer_types": ["linear_attention"] * 3}, "linear_attention"),
+    ("nld-tiny", {"layer_types": ["sliding_attention"] * 3}, "sliding_window"),
+    ("wedlm-tiny", {"vision_config": {"hidden_size": 16}}, "vision_config"),
+    ("llada2-tiny", {"vision_config": {"hidden_size": 16}}, "vision_config"),
+    ("wedlm-tiny", {"mask_token_id": 18}, "mask_token_id"),
+    ("idlm-tiny", {"mask_token_id": 18}, "mask_token_id"),
+    ("sdar-tiny", {"mask_token_id": 16}, "mask_token_id"),
     ("dflash-assistant-tiny", {"block_size": 1024}, "block_size"),
     ("dflash-assistant-tiny", {"target_layer_ids": []}, "target_layer_ids"),
     (
@@ -196,6 +204,58 @@ IMPOSSIBLE = [
         "partial_rotary_factor",
     ),
 ]
+
+
+@pytest.mark.parametrize("quantised", [{"quant_method": "fp8"}, {"quant_method": "awq"}, {"quant_algo": "FP8"}, [4]])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != ASSISTANT])
+def test_quantised_weights_are_refused_by_their_method(
+    name: str, quantised: Any, tmp_path: Path, no_weights: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = copied(name, tmp_path)
+    (path / "config.json").write_text(json.dumps({**config(name), "quantization_config": quantised}))
+    line = refusal(path, capfd)
+    assert "quantization_config" in line
+    assert str(next(iter(quantised.values())) if isinstance(quantised, dict) else quantised) in line
+
+
+EVERYWHERE = [
+    ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
+    ({"attention_dropout": -1.0}, "attention_dropout"),
+    ({"attention_dropout": 1.5}, "attention_dropout"),
+    ({"layer_types": ["full_attention"]}, "layer_types"),
+    ({"layer_types": ["full_attention"] * 9}, "layer_types"),
+    ({"layer_types": "full_attention"}, "layer_types"),
+    ({"max_position_embeddings": "512"}, "max_position_embeddings"),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), EVERYWHERE)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != ASSISTANT])
+def test_an_impossible_option_is_refused_in_every_family(
+    name: str, options: dict[str, Any], expected: str, tmp_path: Path, no_weights: None,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert expected in refusal(copied(name, tmp_path, **options), capfd)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (ASSISTANT, TARGET.name)])
+@pytest.mark.parametrize("damage", ["shape", "missing", "extra"])
+def test_a_published_checkpoints_weights_are_compared_before_they_are_read(
+    name: str, damage: str, tmp_path: Path, no_weights: None
+) -> None:
+    path = copied(name, tmp_path)
+    weights = load_file(path / "model.safetensors")
+    key = max((key for key in weights if "layers.1." in key and weights[key].ndim == 2), key=len)
+    if damage == "shape":
+        weights[key] = weights[key][:-1].clone()
+    elif damage == "missing":
+        del weights[key]
+    else:
+        key = "other.weight"
+        weights[key] = torch.zeros(2)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=re.escape(key)):
+        refusion_lit.load(path)
 
 
 @pytest.mark.parametrize(("name", "options", "expected"), IMPOSSIBLE)

@@ -18,7 +18,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.source import ModelSource
-from refusion_lit.modeling.vocabulary import DRAWS_PADDING, add_eos_tokens, ensure_mask_token, mask_is_new
+from refusion_lit.modeling.vocabulary import (
+    DRAWS_PADDING,
+    add_eos_tokens,
+    ensure_mask_token,
+    mask_is_new,
+    read_special_tokens,
+)
 from refusion_lit.tasks.base import Example, Task
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require, require_at_least
@@ -203,6 +209,11 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     vocabulary = tokenizer.get_vocab()
     named = [vocabulary[text] for text in (published.end_tokens if published else ()) if text in vocabulary]
     add_eos_tokens(tokenizer, [*_configured_eos_ids(source), *named])
+    ends = read_special_tokens(tokenizer).eos_token_ids
+    is_apart = published is None or mask_token_id not in ends  # other models' masks then count as untrained
+    expected = f"a mask token that ends no text, unlike {', '.join(map(str, ends))}"
+    where = f"backbone.source: mask_token_id in the config of {source.name}"
+    require(is_apart, where, expected, mask_token_id, "correct config.json")
     return _without_truncation(tokenizer)
 
 

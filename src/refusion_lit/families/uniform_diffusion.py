@@ -283,9 +283,12 @@ class _DiffusionGemmaFormat(CheckpointFormat):
         require(isinstance(text, Mapping), where, "a mapping of options", text, fix)
         assert isinstance(text, Mapping)
         known = {"full_attention", "sliding_attention"}
-        unknown = sorted({*map(str, text.get("layer_types") or ())} - known)
+        layers, num_layers = text.get("layer_types") or [], text.get("num_hidden_layers")
+        fits = isinstance(layers, list) and (not layers or num_layers in (None, len(layers)))
+        require(fits, f"{where}: layer_types", f"a list of num_hidden_layers, which is {num_layers}", layers, fix)
+        unknown = sorted({*map(str, layers)} - known)
         require(not unknown, f"{where}: layer_types", " or ".join(sorted(known)), ", ".join(unknown), fix)
-        kinds = sorted({*map(str, text.get("layer_types") or known)})
+        kinds = sorted({*map(str, layers or known)})
         rope = text.get("rope_parameters")
         groups = [rope.get(kind) for kind in kinds] if isinstance(rope, Mapping) else [rope]
         fits = rope is None or all(isinstance(group, Mapping) for group in groups)

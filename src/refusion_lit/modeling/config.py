@@ -46,6 +46,10 @@ _ROTARY_NUMBERS = dict.fromkeys(
     "(0, inf)",
 ) | {"factor": "[1, inf)", "partial_rotary_factor": "(0, 1]"}  # fmt: skip
 """Intervals of rotary options."""
+_NUMBERS = dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), "[0, inf)") | {
+    "attention_dropout": "[0, 1]"
+}
+"""Intervals of further options that are numbers in every architecture that has them."""
 _WITH_PARTIAL_ROTARY = ("glm4_moe",)
 """Bases of published formats that may rotate a part of a head."""
 _FETCH = "fetch config.json again"
@@ -108,6 +112,12 @@ def load_config(
             f"backbone.source: expected a model, got adapters alone in {source!r}. Load them with peft, or export "
             "the checkpoint again without --adapter_only."
         )
+    quantised = values.get("quantization_config")
+    if quantised is not None:
+        is_named = isinstance(quantised, Mapping)
+        method = (quantised.get("quant_method") or quantised.get("quant_algo")) if is_named else None
+        got, fix = method or quantised, "load the checkpoint that was quantised"
+        require(False, "backbone.source: quantization_config", "weights that are not quantised", got, fix)
     if published is not None:
         return _published_config(published, values, overrides)
     model_type: Any = values.get("model_type")
@@ -145,6 +155,9 @@ def load_config(
 
 def _published_config(published: CheckpointFormat, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:  # noqa: ANN401 - one class per architecture
     """Return transformers' config for a published checkpoint's config."""
+    reads_text = published.base == "diffusion_gemma" or values.get("vision_config") is None
+    expected = f"none in the config of a {published.name} checkpoint, which reads text alone"
+    require(reads_text, "backbone.source: vision_config", expected, values.get("vision_config"), "load a model of text")
     try:
         config = AutoConfig.for_model(**published.library_options(values))
         for name, value in overrides.items():
@@ -203,8 +216,9 @@ def read_traits(entry: Any, source: str | None) -> ModelTraits:  # noqa: ANN401 
 
 
 def _check_values(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse sizes, experts, windows and rotary options that no model can have, before weights are read."""
+    """Refuse options that no model can have, and models that are not supported, before weights are read."""
     config = config.get_text_config()
+    check_attention(config)
     # A config whose layers differ raises an error where their values are read without naming the layer.
     for layer in config.per_layer_config if getattr(config, "is_heterogeneous", False) else (config,):
         _check_sizes(layer, where)
@@ -215,12 +229,17 @@ def _check_values(config: Any, where: str) -> None:  # noqa: ANN401 - one class 
         is_known = not isinstance(value, str) or value in ACT2FN or not _is_of_transformers(config)
         require(is_known, f"{where}: {name}", "an activation that transformers knows", value, _FETCH)
     window = sliding_window(config)
-    if window is not None:
+    slides = _knows_windows(config) and "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if window is not None or slides:
         require_at_least(f"{where}: sliding_window", window, 1)
 
 
 def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse invalid sizes; not every architecture has all these options."""
+    """Refuse invalid sizes and numbers; not every architecture has all these options."""
+    for name, interval in _NUMBERS.items():
+        value = getattr(config, name, None)
+        if value is not None:
+            require_number(f"{where}: {name}", value, interval, _FETCH)
     for name in _SIZES:
         value = getattr(config, name, None)
         if value is not None:
@@ -361,6 +380,19 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
         raise ValueError(f"backbone: {name} has no plain linear head (found {type(head).__name__}); {_SUPPORTED}.")
     if "position_ids" not in inspect.signature(body.forward).parameters:
         raise ValueError(f"backbone: {name} takes no position ids, but tokens are reordered here; {_SUPPORTED}.")
+    check_attention(config)
+
+
+def check_attention(config: Any) -> None:  # noqa: ANN401 - one class per architecture
+    """Refuse attention that the masks and the KV cache of parallel decoding would change.
+
+    Args:
+        config: The config of a text model.
+
+    Raises:
+        ValueError: With the reason.
+    """
+    name = config.model_type
     if getattr(config, "attn_temperature_tuning", False) and not all(config.no_rope_layers):
         raise ValueError(
             f"backbone: {name} scales queries by their place in the KV cache (attn_temperature_tuning), but tokens are "
@@ -386,9 +418,13 @@ def sliding_window(config: Any) -> int | None:  # noqa: ANN401 - one class per a
     A config keeps options that its class does not know, such as Llama's, and the model ignores them.
     """
     layer_types = getattr(config, "layer_types", None)
-    is_known = any(hasattr(type(config), name) for name in ("sliding_window", "layer_types"))
-    has_window = is_known and (not layer_types or "sliding_attention" in layer_types)
+    has_window = _knows_windows(config) and (not layer_types or "sliding_attention" in layer_types)
     return getattr(config, "sliding_window", None) if has_window else None
+
+
+def _knows_windows(config: Any) -> bool:  # noqa: ANN401 - one class per architecture
+    """Return whether a config's class has options of sliding-window attention."""
+    return any(hasattr(type(config), name) for name in ("sliding_window", "layer_types"))
 
 
 def learns_positions(model: Any, body: nn.Module) -> bool:  # noqa: ANN401 - a transformers model, or peft's wrapper

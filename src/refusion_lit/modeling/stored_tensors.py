@@ -153,7 +153,7 @@ def check_types(tensors: Mapping[str, StoredTensor], where: str, integers: Colle
     for name, tensor in tensors.items():
         if not tensor.is_float and name not in integers:
             expected = f"floating-point numbers in {name}"
-            fix = "fetch it again, or convert the weights; quantised ones need their quantization_config"
+            fix = "fetch it again, or load the checkpoint that was quantised"
             require(False, f"{where}: {tensor.file}", expected, tensor.dtype, fix)
 
 

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from operator import itemgetter
@@ -130,14 +130,9 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would leave them random
         raise _missing(source, [published_name(name) for name in missing])
-    extra = sorted(name for name in report["unexpected_keys"] if not name.endswith("rotary_emb.inv_freq"))
-    if extra:  # transformers would drop them
-        raise ValueError(
-            f"backbone.source: expected only weights of the architecture in the config, got {extra[0]} and "
-            f"{len(extra) - 1} more in {source.name!r}. Take the config that they were trained with."
-        )
+    _check_extra(source.name, report["unexpected_keys"])
     folder = _folder(source)
-    if not tensors and not _is_quantised(source):  # a hub id, whose files are here only now
+    if not tensors:  # a hub id, whose files are here only now
         tensors = read_headers(folder, "backbone.source")
         check_types(tensors, "backbone.source", _integers(model, tensors))
     check_loaded_values(model.state_dict(), weight_files(folder))
@@ -262,7 +257,7 @@ def _check_stored(source: ModelSource) -> dict[str, StoredTensor]:
     Raises:
         ValueError: If a file is damaged or missing, if the config asks for far more weights than the files hold, or for
             another number of experts, if a stored tensor has integers in place of floating-point numbers, or if a
-            published mixture of experts lacks a tensor or has one of another shape.
+            published checkpoint lacks a tensor, or has one more or one of another shape.
     """
     folder = Path(source.name)
     check_shard_names(folder)
@@ -272,7 +267,7 @@ def _check_stored(source: ModelSource) -> dict[str, StoredTensor]:
     tensors = read_headers(folder, "backbone.source")
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     config = source.config.get_text_config()
-    if not tensors or _is_quantised(source):
+    if not tensors:
         return tensors
     num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     counts = [int(match[1]) + 1 for name in shapes if (match := _EXPERT.search(name))]
@@ -297,27 +292,50 @@ def _check_stored(source: ModelSource) -> dict[str, StoredTensor]:
     if num_wanted > 2 * num_stored:  # smaller differences are named by weight
         raise _too_large(source.name, f"{num_wanted:,} parameters, in files of {num_stored:,}")
     check_types(tensors, "backbone.source", _integers(model, tensors))
-    if source.published is not None and (num_experts or source.published.fused_weights):
-        # transformers would not name a tensor that it cannot split or stack.
-        wanted = {name: tuple(weight.shape) for name, weight in published_weights(model, source.published).items()}
-        for name in [name for name in wanted if shapes.get(name, wanted[name]) != wanted[name]]:
-            raise _wrong_shape(source.name, name, shapes[name], wanted[name])
-        tied = model.all_tied_weights_keys.keys()
-        if missing := sorted(wanted.keys() - shapes.keys() - tied):
-            raise _missing(source, missing)
+    if source.published is not None:
+        _check_published(model, source, shapes)
     return tensors
 
 
-def _is_quantised(source: ModelSource) -> bool:
-    """Return whether the stored weights are quantised: packed, of other shapes and types than the model's."""
-    return getattr(source.config, "quantization_config", None) is not None
+def _check_published(model: PreTrainedModel, source: ModelSource, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Compare names and shapes of stored weights with a published model's; transformers would read all weights first.
+
+    Raises:
+        ValueError: Naming a weight of another shape, a missing weight, or a weight that the model does not have.
+    """
+    published = source.published
+    assert published is not None
+    wanted = {name: tuple(weight.shape) for name, weight in published_weights(model, published).items()}
+    # Weights under transformers' names load, too, if the format splits and stacks none.
+    stored = shapes if published.fused_weights else {published.published_name(n): s for n, s in shapes.items()}
+    for name in [name for name in wanted if stored.get(name, wanted[name]) != wanted[name]]:
+        raise _wrong_shape(source.name, name, stored[name], wanted[name])
+    tied = {published.published_name(name) for name in model.all_tied_weights_keys}
+    if missing := sorted(wanted.keys() - stored.keys() - tied):
+        raise _missing(source, missing)
+    _check_extra(source.name, stored.keys() - wanted.keys() - _ignored(model, stored))
+
+
+def _check_extra(source: str, names: Iterable[str]) -> None:
+    """Refuse stored weights that the model does not have, which transformers would drop."""
+    extra = sorted(name for name in names if not name.endswith("rotary_emb.inv_freq"))
+    if extra:
+        raise ValueError(
+            f"backbone.source: expected only weights of the architecture in the config, got {extra[0]} and "
+            f"{len(extra) - 1} more in {source!r}. Take the config that they were trained with."
+        )
 
 
 def _integers(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
     """Return the names of stored tensors that may be integers: the model's own ones, and what it ignores."""
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     integers = {name for name, tensor in model.state_dict().items() if not tensor.is_floating_point()}
-    return integers | {name for name in names if any(pattern.search(name) for pattern in ignored)}
+    return integers | _ignored(model, names)
+
+
+def _ignored(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
+    """Return the names of stored tensors that transformers' class leaves out on purpose."""
+    patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    return {name for name in names if any(pattern.search(name) for pattern in patterns)}
 
 
 def _too_large(name: str, wanted: str) -> ValueError:
