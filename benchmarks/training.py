@@ -27,8 +27,8 @@ from benchmarks.common import (
 )
 from jsonargparse import auto_cli
 
-from refusion_lit.data.batches import collate_responses
-from refusion_lit.data.datasets import collate_packed, pack_samples
+from refusion_lit.data.batches import collate_packed, collate_responses
+from refusion_lit.data.datasets import pack_samples
 from refusion_lit.data.examples import EncodedExample
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.learning.packing import pack

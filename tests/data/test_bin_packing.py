@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refusion_lit.data.datasets import collate_packed, pack_samples
+from refusion_lit.data.batches import collate_packed
+from refusion_lit.data.datasets import pack_samples
 from refusion_lit.data.examples import EncodedExample
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer

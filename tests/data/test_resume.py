@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -15,7 +17,7 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.learning.step import MicroBatch
-from refusion_lit.tasks import Additions
+from refusion_lit.tasks import Additions, InstructionFiles
 
 NUM_BATCHES = 6  # an epoch
 NUM_STEPS = 2 * NUM_BATCHES + 2
@@ -58,12 +60,11 @@ def fit(
     trainer = L.Trainer(
         accelerator="cpu",
         max_steps=NUM_STEPS,
-        limit_val_batches=0,
         logger=False,
         callbacks=[callback],
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"limit_val_batches": 0, **options},
     )
     trainer.fit(model, data or data_module(), ckpt_path=checkpoint)
     return model.seen
@@ -100,8 +101,102 @@ def test_another_order_is_refused_in_the_middle_of_an_epoch_alone(
     options = {option: value, **({"max_length": value} if option == "pack_length" else {})}
     with pytest.raises(ValueError, match=rf"data\.{option}: .*(\d|None).* got {value}; "):
         fit(tmp_path, folder / "step=3.ckpt", data_module(**options))
-    seen = fit(tmp_path, folder / f"step={NUM_BATCHES}.ckpt", data_module(**options))
+    # max_length drops samples here, of which a resumed training warns.
+    with pytest.warns(UserWarning, match="data.task") if option == "pack_length" else nullcontext():
+        seen = fit(tmp_path, folder / f"step={NUM_BATCHES}.ckpt", data_module(**options))
     assert len(seen) == NUM_STEPS - NUM_BATCHES
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> str:
+    if path.suffix == ".parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), path)
+    elif path.suffix == ".csv":
+        path.write_text("query,response\n" + "".join(f"{row['query']},{row['response']}\n" for row in rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def _rows(first: int = 0) -> list[dict[str, Any]]:
+    return [{"query": f"{n}+{n}", "response": str(2 * n)} for n in range(first, first + 4 * NUM_BATCHES)]
+
+
+def _change(rows: list[dict[str, Any]], change: str) -> list[dict[str, Any]]:
+    if change == "text":
+        return [*rows[:7], {**rows[7], "response": "0"}, *rows[8:]]
+    return {"order": rows[::-1], "more": [*rows, {"query": "1+2", "response": "3"}], "none": rows}[change]
+
+
+def _files(folder: Path, source: str, train: list[dict[str, Any]], validation: list[dict[str, Any]]) -> Any:
+    if source == "memory":
+        return {"train": train, "validation": validation}
+    if source == "two files":
+        files = [_write(folder / f"{name}.jsonl", rows) for name, rows in (("a", train[:9]), ("b", train[9:]))]
+        return InstructionFiles(train=files, validation=_write(folder / "v.jsonl", validation))
+    files = {name: _write(folder / f"{name}.{source}", rows) for name, rows in (("t", train), ("v", validation))}
+    return InstructionFiles(train=files["t"], validation=files["v"])
+
+
+SOURCES = ("jsonl", "csv", "parquet", "two files", "memory")
+
+
+def _fit_files(folder: Path, checkpoint: Path | None, task: Any, **options: Any) -> list[tuple[int, list[str]]]:
+    tokenizer = CharacterTokenizer(characters="0123456789+")
+    options = {"batch_size": 4, **options}
+    data = InstructionDataModule(task, tokenizer, **options)
+    return fit(folder, checkpoint, data, limit_val_batches=1, num_sanity_val_steps=0)
+
+
+@pytest.mark.parametrize(
+    ("source", "change"), [*((source, "text") for source in SOURCES), ("jsonl", "order"), ("memory", "more")]
+)
+def test_other_training_samples_are_refused_in_mid_epoch_and_named_after_it(
+    source: str, change: str, tmp_path: Path
+) -> None:
+    rows, validation = _rows(), _rows(50)[:3]
+    seen = _fit_files(tmp_path / "a", None, _files(tmp_path, source, rows, validation))
+    changed = _files(tmp_path, source, _change(rows, change), validation)
+    option = "data.task" if change == "more" else r"data\.task\.train"
+    with pytest.raises(ValueError, match=rf"{option}: expected .* with which the epoch began"):
+        _fit_files(tmp_path / "r1", tmp_path / "a" / "step=3.ckpt", changed)
+    named = {"memory": "a list", "two files": "a.jsonl.*b.jsonl"}.get(source, f"t.{source}")
+    with pytest.warns(UserWarning, match=rf"data\.task\.train: .*{named}"):
+        _fit_files(tmp_path / "r2", tmp_path / "a" / f"step={NUM_BATCHES}.ckpt", changed)
+    same = _files(tmp_path, source, rows, validation)
+    assert _fit_files(tmp_path / "r3", tmp_path / "a" / "step=3.ckpt", same) == seen[3:]
+
+
+@pytest.mark.parametrize("source", ["jsonl", "memory"])
+def test_other_validation_samples_are_named(source: str, tmp_path: Path) -> None:
+    rows, validation = _rows(), _rows(50)[:3]
+    seen = _fit_files(tmp_path / "a", None, _files(tmp_path, source, rows, validation))
+    changed = _files(tmp_path, source, rows, _change(validation, "order"))
+    with pytest.warns(UserWarning, match=r"data\.task\.validation: .*validation losses"):
+        assert _fit_files(tmp_path / "r4", tmp_path / "a" / "step=3.ckpt", changed) == seen[3:]
+
+
+def test_other_samples_in_packed_rows_are_refused(tmp_path: Path) -> None:
+    rows, validation = _rows(), _rows(50)[:3]
+    options = {"batch_size": 1, "max_length": 16, "pack_length": 32}
+    seen = _fit_files(tmp_path / "a", None, _files(tmp_path, "jsonl", rows, validation), **options)
+    num_batches = len([epoch for epoch, _ in seen if epoch == 0])
+    assert num_batches > 3
+    changed = [*rows[:3], {**rows[3], "response": "5"}, *rows[4:]]
+    with pytest.raises(ValueError, match=r"data\.task\.train: .*t\.jsonl"):
+        _fit_files(
+            tmp_path / "r5", tmp_path / "a" / "step=3.ckpt", _files(tmp_path, "jsonl", changed, validation), **options
+        )
+
+
+def test_other_samples_of_a_generated_split_are_noticed_without_encoding_all(tmp_path: Path) -> None:
+    def data(seed: int) -> InstructionDataModule:
+        task = Additions(num_train=20_001, num_validation=2, num_test=2, seed=seed)
+        return InstructionDataModule(task, CharacterTokenizer(), batch_size=2000)
+
+    seen = fit(tmp_path / "a", data=data(0))
+    with pytest.raises(ValueError, match=r"data\.task: expected the samples with which the epoch began"):
+        fit(tmp_path / "r", tmp_path / "a" / "step=3.ckpt", data(1))
+    assert fit(tmp_path / "s", tmp_path / "a" / "step=3.ckpt", data(0)) == seen[3:]
 
 
 def test_workers_change_neither_batches_nor_resuming(

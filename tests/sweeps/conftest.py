@@ -49,6 +49,7 @@ def resolve(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
         "group",
         "runs_dir",
         "ckpt_path",
+        "data",
     }:
         raise ValueError(f"{sorted(unknown)[0]} is not expected")
     return {"seed_everything": 0, "waits_for": None, **config}

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from refusion_lit.sweeps.launchers import Launcher, Local, Slurm
 from refusion_lit.sweeps.points import Point, Sweep, plan
-from refusion_lit.sweeps.running import TableRow, _checkpoint_state, list_points, run
+from refusion_lit.sweeps.running import TableRow, _input_states, list_points, run
 from refusion_lit.utils.files import acquire_lock
 from sweeps.conftest import resolve
 
@@ -109,13 +109,15 @@ def test_a_finished_point_is_never_run_twice(tmp_path: Path, command: list[str],
     assert [row["x"] for row in grown] == [1, 1, 2, 2, 4, 4]
 
 
-@pytest.mark.parametrize("name", ["last.ckpt", "weights"])
-def test_a_finished_point_is_run_again_if_its_checkpoint_has_changed(
+@pytest.mark.parametrize("name", ["last.ckpt", "weights", "rows.jsonl"])
+def test_a_finished_point_is_run_again_if_its_checkpoint_or_data_have_changed(
     tmp_path: Path, command: list[str], journal: Path, name: str
 ) -> None:
     checkpoint = tmp_path / "model" / name
     checkpoint.parent.mkdir()
-    options = {"x": 1, "ckpt_path": str(checkpoint.parent if name == "last.ckpt" else checkpoint)}
+    data = {"task": {"class_path": "InstructionFiles", "init_args": {"test": [str(checkpoint)]}}}
+    source = {"last.ckpt": {"ckpt_path": str(checkpoint.parent)}, "weights": {"ckpt_path": str(checkpoint)}}
+    options = {"x": 1, **source.get(name, {"data": data})}
     for content, expected in (("one", ["1"]), ("one", ["1"]), ("other", ["1", "1"])):
         (checkpoint.parent / "report.html").write_text(f"changes no result: {expected}")
         if not checkpoint.exists() or checkpoint.read_text() != content:
@@ -139,8 +141,8 @@ def test_all_weights_that_a_point_names_count(tmp_path: Path, option: str) -> No
     states = []
     for content in ("one", "other"):
         weights.write_text(content)
-        states.append(_checkpoint_state(point))
-    assert states[0] != states[1]
+        states.append(_input_states(point))
+    assert states[0]["checkpoint"] != states[1]["checkpoint"]
 
 
 def test_nothing_runs_if_a_point_is_invalid(tmp_path: Path, command: list[str], journal: Path) -> None:

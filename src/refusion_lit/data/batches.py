@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
 import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from refusion_lit.data.examples import EncodedExample
+from refusion_lit.data.fingerprint import SplitSamples
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.learning.step import MicroBatch, group_into_steps
 from refusion_lit.noise import stable_key
@@ -124,9 +128,11 @@ class TrainingLoader(DataLoader[ResponseBatch]):
 
     Attributes:
         trainer: The trainer, which says how many micro-batches it accumulates; ``None``: one per step.
+        split: The samples of all batches, whose fingerprint a checkpoint stores; ``None``: no fingerprint.
     """
 
     trainer: L.Trainer | None = None
+    split: SplitSamples | None = None
     _num_yielded = 0
     _resumed: tuple[int, int] | None = None
 
@@ -155,6 +161,8 @@ class TrainingLoader(DataLoader[ResponseBatch]):
         state = {"epoch": getattr(self.sampler, "epoch", 0), "num_batches": self._num_yielded}
         if isinstance(self.sampler, LengthGroupedBatches) and 0 < self._num_yielded < len(self.sampler):
             state["order"] = self.sampler.order
+        if self.split is not None:
+            state["samples"] = self.split.fingerprint
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -164,13 +172,27 @@ class TrainingLoader(DataLoader[ResponseBatch]):
             state: What :meth:`state_dict` returned.
 
         Raises:
-            ValueError: In mid-epoch, if the options give another order: samples would be repeated or left out.
+            ValueError: In mid-epoch, if the options or the data give another order or other samples: samples would be
+                repeated or left out. At the end of an epoch, other samples are a warning.
         """
         for option, value in state.get("order", {}).items():
             new_value = self.sampler.order[option] if isinstance(self.sampler, LengthGroupedBatches) else None
             unit = " samples" if option == "data.task" else ""  # whose value is the number of samples
             expected = f"{value}{unit}, with which the epoch began"
             require(new_value == value, option, expected, new_value, "resume with the options of the run's start")
+        change = self.split.describe_change(state["samples"]) if self.split is not None and "samples" in state else ""
+        if change:
+            assert self.split is not None
+            if "order" in state:
+                raise ValueError(
+                    f"{self.split.option}: expected the samples with which the epoch began, got {change}; restore the "
+                    "data and the options that encode it, or start a new run from the exported weights as "
+                    "model.backbone.source."
+                )
+            rank_zero_warn(
+                f"{self.split.option}: {change}: training goes on with these, so that it does not end where an "
+                "uninterrupted run ends."
+            )
         self._resumed = (int(state["epoch"]), int(state["num_batches"]))
 
 
@@ -183,3 +205,14 @@ def collate_responses(samples: Sequence[EncodedExample], pad_token_id: int) -> R
     """
     pairs = [(sample.prompt_ids, sample.response_ids) for sample in samples]
     return ResponseBatch.from_pairs(pairs, ids=[sample.id for sample in samples], pad_token_id=pad_token_id)
+
+
+def collate_packed(rows: Sequence[Sequence[EncodedExample]], pad_token_id: int) -> ResponseBatch:
+    """Collate rows of samples.
+
+    Args:
+        rows: The samples of every row.
+        pad_token_id: The padding token.
+    """
+    batch = collate_responses([sample for row in rows for sample in row], pad_token_id)
+    return replace(batch, rows=torch.tensor([number for number, row in enumerate(rows) for _ in row]))

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
-import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Dataset
 
-from refusion_lit.data.batches import collate_responses
 from refusion_lit.data.examples import EncodedExample
-from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.noise import stable_key
 from refusion_lit.tasks.base import Example
 from refusion_lit.utils.require import require
@@ -29,20 +25,23 @@ class LazyDataset(Dataset[EncodedExample]):
         examples: The examples of a generated task.
         encode: Encodes an example; raises a ``ValueError`` for a malformed one.
         max_length: Maximum number of tokens in an example; reading a longer example raises a ``ValueError``.
+
+    Attributes:
+        examples: As given.
     """
 
     def __init__(
         self, examples: Sequence[Example], encode: Callable[[Example], EncodedExample], max_length: int
     ) -> None:
-        self._examples = examples
+        self.examples = examples
         self._encode = encode
         self.max_length = max_length
 
     def __len__(self) -> int:
-        return len(self._examples)
+        return len(self.examples)
 
     def __getitem__(self, index: int) -> EncodedExample:
-        sample = self._encode(self._examples[index])
+        sample = self._encode(self.examples[index])
         expected = f"at most {self.max_length} tokens in the sample {sample.id}"
         fix = "raise it, or make the task's examples shorter"
         require(len(sample) <= self.max_length, "data.max_length", expected, len(sample), fix)
@@ -50,7 +49,7 @@ class LazyDataset(Dataset[EncodedExample]):
 
     def length(self, index: int) -> int:
         """Return a number that grows with the example's tokens, without encoding it."""
-        example = self._examples[index]
+        example = self.examples[index]
         return len(example.query) + len(example.response)
 
 
@@ -89,14 +88,3 @@ def pack_samples(lengths: Sequence[int], pack_length: int, *, seed: int) -> list
             rows[row].append(sample)
             insort(room, (free - lengths[sample], row))
     return rows
-
-
-def collate_packed(rows: Sequence[Sequence[EncodedExample]], pad_token_id: int) -> ResponseBatch:
-    """Collate rows of samples.
-
-    Args:
-        rows: The samples of every row.
-        pad_token_id: The padding token.
-    """
-    batch = collate_responses([sample for row in rows for sample in row], pad_token_id)
-    return replace(batch, rows=torch.tensor([number for number, row in enumerate(rows) for _ in row]))

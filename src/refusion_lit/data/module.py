@@ -7,15 +7,22 @@ from functools import cached_property, partial
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.data.batches import BatchDataset, LengthGroupedBatches, TrainingLoader, collate_responses
+from refusion_lit.data.batches import (
+    BatchDataset,
+    LengthGroupedBatches,
+    TrainingLoader,
+    collate_packed,
+    collate_responses,
+)
 from refusion_lit.data.conversations import end_of_turn
-from refusion_lit.data.datasets import LazyDataset, collate_packed, pack_rows
+from refusion_lit.data.datasets import LazyDataset, pack_rows
 from refusion_lit.data.evaluation import PromptBatch, encode_prompts, evaluation_loader
 from refusion_lit.data.examples import EncodedExample, encode_example, load_examples
+from refusion_lit.data.fingerprint import SplitSamples
 from refusion_lit.data.tokenizers import PretrainedTokenizer, TokenizerSource
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.modeling.chat_template import set_chat_options
@@ -111,6 +118,7 @@ class InstructionDataModule(L.LightningDataModule):
         self.chat_template_kwargs = chat_template_kwargs
         self.show_samples = show_samples
         self._splits: dict[Split, LazyDataset | list[EncodedExample]] = {}
+        self._fingerprinted: dict[Split, SplitSamples] = {}
         self._prompts: list[tuple[Prompt, Example]] = []
 
     @cached_property
@@ -138,10 +146,7 @@ class InstructionDataModule(L.LightningDataModule):
             ValueError: If a sample is too long. In a split that is encoded while it is read, reading the sample raises
                 the error.
         """
-        splits: list[Split] = ["train"]
-        if self.trainer is None or self.trainer.limit_val_batches > 0:
-            splits.append("validation")
-        for split in splits:
+        for split in self._fitted_splits:
             samples = self._load_split(split)
             if isinstance(samples, LazyDataset):
                 samples.max_length = min(self.max_length, max_positions)
@@ -154,10 +159,7 @@ class InstructionDataModule(L.LightningDataModule):
     def describe(self) -> str:
         """Return the size of the training data in a line, and ``show_samples`` samples as the model sees them."""
         parts = []
-        splits: list[Split] = ["train"]
-        if self.trainer is None or self.trainer.limit_val_batches > 0:
-            splits.append("validation")
-        for split in splits:
+        for split in self._fitted_splits:
             samples = self._load_split(split)
             name = "training" if split == "train" else split
             if isinstance(samples, LazyDataset):
@@ -203,6 +205,7 @@ class InstructionDataModule(L.LightningDataModule):
             workers: dict[str, Any] = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
             loader = TrainingLoader(BatchDataset(samples, collate), sampler=order, batch_size=None, **workers)
         loader.trainer = self.trainer
+        loader.split = self._split_samples("train")
         return loader
 
     def val_dataloader(self) -> DataLoader[EncodedExample]:
@@ -224,6 +227,28 @@ class InstructionDataModule(L.LightningDataModule):
             self._prompts = encode_prompts(self.task, tokenizer, self.prompt_template, self.max_eval_prompts)
         return self._prompts
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fingerprint of the validation samples; the loader of training batches stores that of training."""
+        if not self._validates:
+            return {}
+        return {"validation": self._split_samples("validation").fingerprint}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Warn if a resumed training has other validation samples than the training before it.
+
+        Args:
+            state_dict: What :meth:`state_dict` returned.
+        """
+        is_resumed = self.trainer is not None and self.trainer.state.fn == "fit"
+        if not is_resumed or not self._validates or "validation" not in state_dict:
+            return
+        split = self._split_samples("validation")
+        if change := split.describe_change(state_dict["validation"]):
+            rank_zero_warn(
+                f"{split.option}: {change}: the choice of the best checkpoint and early stopping compare the "
+                "validation losses of different samples."
+            )
+
     def training_prompt(self) -> Prompt:
         """Return the longest training prompt; for a split that is encoded while it is read, the first prompt."""
         samples = self._load_split("train")
@@ -237,6 +262,24 @@ class InstructionDataModule(L.LightningDataModule):
         if isinstance(samples, LazyDataset):
             return None
         return max(len(sample.response_ids) for sample in samples)
+
+    @property
+    def _validates(self) -> bool:
+        return self.trainer is None or self.trainer.limit_val_batches > 0
+
+    @property
+    def _fitted_splits(self) -> list[Split]:
+        """The splits that a training reads."""
+        return ["train", "validation"] if self._validates else ["train"]
+
+    def _split_samples(self, split: Split) -> SplitSamples:
+        """Return a split's samples with their fingerprint, and the option that names their source."""
+        if split not in self._fingerprinted:
+            option, source = "data.task", type(self.task).__name__
+            if isinstance(self.task, InstructionFiles):
+                option, source = self.task.describe_source(split)
+            self._fingerprinted[split] = SplitSamples(self._load_split(split), option, source)
+        return self._fingerprinted[split]
 
     @property
     def _collate(self) -> partial[ResponseBatch]:

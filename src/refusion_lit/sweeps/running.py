@@ -114,10 +114,11 @@ def run(
 
 
 def is_finished(directory: Path, point: Point) -> bool:
-    """Return whether a point has readable results, and its checkpoint is unchanged or missing."""
+    """Return whether a point has readable results, and its checkpoint and data files are unchanged or missing."""
     folder = _folder(directory, point)
-    now = _checkpoint_state(point)
-    is_current = read_object(folder / POINT).get("checkpoint", now) == now or now == digest([])
+    recorded = read_object(folder / POINT)
+    states = _input_states(point).items()
+    is_current = all(recorded.get(name, now) == now or now == digest([]) for name, now in states)
     is_finished = is_current and read_object(folder / OUTCOME).get("status") == "finished"
     return is_finished and bool(_read_results(folder))
 
@@ -130,15 +131,28 @@ def _read_results(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _checkpoint_state(point: Point) -> str:
-    """Hash names, sizes and times of a point's initial weights."""
-    files = set()
+def _input_states(point: Point) -> dict[str, str]:
+    """Hash names, sizes and times of the files that a point reads: its initial weights, and its data."""
+    weights, data = set(), set()
     for config in point.configs.values():
         model = config.get("model") or {}
         backbone, decoding = model.get("backbone") or {}, model.get("decoding") or {}
         sources = (config.get("ckpt_path"), backbone.get("source"), backbone.get("draft"), decoding.get("verifier"))
         for path in map(Path, filter(None, sources)):
-            files |= {path} if path.is_file() else {file for file in path.rglob("*") if file.suffix in _WEIGHTS}
+            weights |= {path} if path.is_file() else {file for file in path.rglob("*") if file.suffix in _WEIGHTS}
+        data |= _find_files(config.get("data"))
+    return {"checkpoint": _hash_files(weights), "data": _hash_files(data)}
+
+
+def _find_files(values: object) -> set[Path]:
+    """Return the files that nested options name."""
+    if isinstance(values, str):
+        return {Path(values)} if os.path.isfile(values) else set()
+    children = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
+    return set().union(*map(_find_files, children))
+
+
+def _hash_files(files: set[Path]) -> str:
     return digest(sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files))
 
 
@@ -183,7 +197,7 @@ def _prepare(folder: Path, point: Point, command_lines: dict[str, list[str]]) ->
     for subcommand, config in point.configs.items():
         write_atomically(folder / f"{subcommand}.yaml", yaml.safe_dump(config, sort_keys=False))
     values = {"id": point.id, "options": point.options, "seed": point.seed, "commands": command_lines}
-    write_json_atomically(folder / POINT, {**values, "checkpoint": _checkpoint_state(point)})
+    write_json_atomically(folder / POINT, {**values, **_input_states(point)})
 
 
 class _Bar(Progress):

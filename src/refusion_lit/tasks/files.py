@@ -201,6 +201,20 @@ class InstructionFiles(FileTask):
         held_out = " held out of the training files" if self._sources("validation") is None else ""
         return f"validation examples{held_out}"
 
+    def describe_source(self, split: Split) -> tuple[str, str]:
+        """Return the option that names the source of a split, and the source in words.
+
+        Args:
+            split: The split; without validation files, the training files are the source of the validation samples.
+        """
+        if split == "test" and self._sources("test") is None:
+            split = "validation"
+        if split == "validation" and self._sources("validation") is None:
+            split = "train"
+        sources = self._sources(split) or []
+        names = [source if isinstance(source, str) else f"a {type(source).__name__}" for source in sources]
+        return f"data.task.{split}", ", ".join(names)
+
     def score(self, example: Example, response: str) -> float:
         """Return 1 if the response equals the reference apart from surrounding white space, else 0."""
         return float(response.strip() == example.response.strip())
