@@ -1,1 +1,1 @@
-"""Constraints: JSON schemas, calls of tools and templates that responses follow."""
+"""Constraints on responses: JSON schemas, tool calls and templates."""

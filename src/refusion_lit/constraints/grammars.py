@@ -31,16 +31,16 @@ _SEPARATORS = {
 _ENDS = b'}]",:'
 _LETTERS = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _BYTE_ORDERS = (_ENDS + b"@./0123456789-_+ " + _LETTERS, *[_ENDS + _LETTERS + b"9876543210@./-_+ "] * 2)
-"""Orders in which bytes are tried to complete a text, used in turn. Bytes that end a value come first (but last within
-strings). With a single order, a completion could repeat a byte forever, for example in a number above 0."""
+"""Byte orders, used in turn to complete a text. Bytes that end a value come first (but last within strings). With a
+single order, a completion could repeat a byte forever, for example in a number above 0."""
 MAX_COMPLETION = 2048
-"""Maximum number of tokens of a completion."""
+"""Maximum completion length in tokens."""
 _LONG_NUMBER = re.compile(rb"([0-9]{150}|[eE][+-]?[0-9]{3,})\Z")
-"""The end of a text whose last number may be infinite as a float."""
+"""Matches the end when the last number may be infinite as a float."""
 _MAX_STATES = 256
-"""Maximum number of states that are kept for single strings."""
+"""Maximum number of cached states for single strings."""
 _MAX_DEPTH = 64
-"""Maximum depth of nested lists and objects in a text, because parsers and validators are recursive."""
+"""Maximum nesting depth in a text, because parsers and validators are recursive."""
 
 
 class GrammarCompiler:
@@ -48,13 +48,13 @@ class GrammarCompiler:
 
     Attributes:
         eos_token_ids: EOS tokens.
-        vocab_size: Number of ids.
+        vocab_size: Vocabulary size.
         hub_tokenizer: transformers' tokenizer.
         tokenizer: llguidance's wrapper of the tokenizer.
-        by_byte: Tokens of single bytes.
-        byte_tokens: Tokens of single bytes, in each order of ``_BYTE_ORDERS``.
-        quotes: The token of a double quote; empty if the vocabulary lacks it.
-        percent: The token of ``%``, which JSON allows within strings only; ``None`` if the vocabulary lacks it.
+        by_byte: Single-byte tokens by byte.
+        byte_tokens: Single-byte tokens in every order from ``_BYTE_ORDERS``.
+        quotes: The token for a double quote; empty if the vocabulary lacks it.
+        percent: The token for ``%``, which JSON allows within strings only; ``None`` if the vocabulary lacks it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special: SpecialTokens) -> None:
@@ -111,10 +111,10 @@ class GrammarCompiler:
         return grammar
 
     def compile_calls(self, schemas: Mapping[str, object], tool_format: ToolFormat, *, is_parallel: bool) -> str:
-        """Return the grammar of calls.
+        """Return a grammar for calls.
 
         Args:
-            schemas: Strict schemas of the arguments by the function's name, which :meth:`compile` has taken.
+            schemas: Strict argument schemas by function name, accepted by :meth:`compile`.
             tool_format: How the model writes calls.
             is_parallel: Whether there may be several calls.
         """
@@ -129,18 +129,18 @@ class GrammarCompiler:
         return str(self._library.LLMatcher.grammar_from_lark("\n".join(rules)))
 
     def _quote(self, text: str) -> str:
-        """Return a text in a grammar; names of added tokens become tokens, as llguidance does not spell them."""
+        """Quote a text for a grammar; names of added tokens become tokens, as llguidance does not spell them."""
         parts = split_added_tokens(self.hub_tokenizer, text)
         ids: Any = self.hub_tokenizer.convert_tokens_to_ids([part for part, is_name in parts if is_name])
         numbers = iter(ids)
         return " ".join(f"<[{next(numbers)}]>" if is_name else json.dumps(part) for part, is_name in parts)
 
     def compile_string(self, schema: str, max_length: int) -> str | None:
-        """Return the grammar of the strings of a strict schema up to a length; ``None`` if there are no such strings.
+        """Return a grammar for a strict schema's strings up to a length; ``None`` if no string is that short.
 
         Args:
             schema: The schema as JSON text.
-            max_length: Maximum number of characters.
+            max_length: Maximum length in characters.
         """
         text = f'{{"type": "string", "allOf": [{schema}, {{"maxLength": {max_length}}}]}}'
         try:
@@ -150,20 +150,20 @@ class GrammarCompiler:
         return None if self.make_matcher(grammar).get_error() else grammar
 
     def make_matcher(self, grammar: str) -> Any:  # noqa: ANN401 - llguidance is not typed
-        """Return a matcher at the beginning of a text."""
+        """Return a matcher for a new text."""
         return self._library.LLMatcher(self.tokenizer, grammar)
 
 
 class StringEnds:
-    """Finds short ends of strings that have a pattern.
+    """Finds short ends for strings with a pattern.
 
     With a pattern such as ``foo``, any character may follow any text, so a search that takes the first allowed
     character never reaches the end. The smallest maximum length with which the pattern can still be kept leaves only
     characters that lead to the end.
 
     Args:
-        compiler: Compiles grammars of single strings.
-        schemas: The strict schemas of the texts that contain the strings.
+        compiler: Compiles grammars for single strings.
+        schemas: The strict schemas for the texts that contain the strings.
     """
 
     def __init__(self, compiler: GrammarCompiler, schemas: Iterable[object]) -> None:
@@ -173,13 +173,13 @@ class StringEnds:
         self._last_ends: dict[str, list[int]] = {}
 
     def find(self, tokens: Sequence[int], limit: int) -> Iterator[list[int]]:
-        """Yield tokens that may end the string at the end of a text, if the text ends within a string.
+        """Yield tokens that may close a string, if the text ends within a string.
 
-        The end of a string that grows is often a part of the end that it had before.
+        Parts of earlier ends come first: when a string grows, the rest of its last end often still fits.
 
         Args:
             tokens: The text's tokens.
-            limit: Maximum number of tokens.
+            limit: Maximum length in tokens.
         """
         if not self._schemas:
             return
@@ -198,7 +198,7 @@ class StringEnds:
                 yield end
 
     def _search(self, schema: str, start: Sequence[int], length: int, limit: int) -> list[int] | None:
-        """Return a shortest end of a string with a schema that begins with tokens of ``length`` characters."""
+        """Return the shortest end found for a string that begins with tokens of ``length`` characters."""
         growths = [0, *(2**i for i in range(limit.bit_length()))]
         most = next((more for more in growths if self._begin(schema, length + more, start)), None)
         if most is None:
@@ -210,7 +210,7 @@ class StringEnds:
         return end and end[:-1]
 
     def _begin(self, schema: str, max_length: int, start: Sequence[int]) -> GrammarState | None:
-        """Return a state behind tokens that begin a string; ``None`` if no string up to a length begins with them."""
+        """Return a state after tokens that begin a string; ``None`` if no string up to ``max_length`` begins so."""
         key = schema, max_length
         if key not in self._states:
             if len(self._states) == _MAX_STATES:
@@ -224,9 +224,9 @@ class StringEnds:
 class GrammarState(ConstraintState):
     """A matcher and the tokens that it has consumed.
 
-    Invariant: the text so far has a completion, EOS included, within the length limit. A sampled token is replaced by
-    the next token of the last known completion if no completion within the limit follows the sampled token, or if it
-    makes the text too deep, or a number too long, for parsers.
+    Invariant: the text so far has a completion, EOS included, within the length limit. A sampled token is kept if such
+    a completion follows it, and parsers can read the text: neither its depth nor a number is too large. Otherwise, the
+    last known completion's next token replaces the sampled token.
     """
 
     def __init__(
@@ -270,10 +270,10 @@ class GrammarState(ConstraintState):
         return token
 
     def find_completion(self, limit: int) -> list[int] | None:
-        """Return tokens that complete the text, EOS included; ``None`` if none of at most ``limit`` are found.
+        """Return at most ``limit`` tokens that complete the text, EOS included; ``None`` if none are found.
 
-        Greedy search: every step takes the first allowed byte in an order of ``_BYTE_ORDERS``, except that a string is
-        closed first; :class:`StringEnds` finds the characters that its pattern needs. The search may miss a completion,
+        Greedy search: every step takes the first allowed byte in an order from ``_BYTE_ORDERS``, but closes a string
+        first; :class:`StringEnds` finds the characters that a string's pattern needs. The search may miss a completion,
         but every completion that it returns is valid.
         """
         completion: list[int] = []
@@ -319,7 +319,7 @@ class GrammarState(ConstraintState):
         return bits.flatten()[: self._compiler.vocab_size].bool()
 
     def advance_to(self, tokens: Sequence[int]) -> bool:
-        """Move the matcher behind ``tokens``; return whether they begin a text of the schema."""
+        """Move the matcher behind ``tokens``; return whether the schema allows a text that begins with them."""
         if self._matcher.is_error():  # for good: nothing may follow what it consumed
             self._matcher, self._consumed = self._compiler.make_matcher(self._grammar), []
         common = 0

@@ -1,6 +1,6 @@
-"""The structure of JSON schemas: references, the number of values, and whether two schemas have a value in common.
+"""JSON schema structure: references, how many values a schema has, and whether two schemas share a value.
 
-:mod:`~refusion_lit.constraints.schema_templates` compiles the schemas whose structure is known.
+:mod:`~refusion_lit.constraints.schema_templates` compiles schemas after these checks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from refusion_lit.utils.require import OptionError
 OPTION = "json_schema"
 """The option that errors name."""
 MAX_ITEMS = 4
-"""Maximum number of items in an array without ``maxItems``."""
+"""Maximum array length without ``maxItems``."""
 NOTES = {"type", "$schema", "$comment", "title", "description", "default", "examples"}
 """Keywords beside which any other keyword may stand."""
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
@@ -30,11 +30,11 @@ TYPES: dict[object, tuple[set[type], set[str]]] = {
     "boolean": ({bool}, set()),
     "null": ({NoneType}, set()),
 }
-"""By type of a schema: Python types of its values in an enumeration, and its keywords."""
+"""By schema type: the Python types that its values have in an enumeration, and its keywords."""
 VALUES = ("const", "enum")
 """Keywords that list the values."""
 UNIONS = ("anyOf", "oneOf")
-"""Keywords that list the schemas of which a value has one."""
+"""Keywords that list alternative schemas for a value."""
 FIX = "change the schema, or use Autoregressive or SelfSpeculative"
 
 
@@ -79,11 +79,11 @@ def inline_references(schema: Any, root: Any, known: dict[str, Any], path: tuple
 
 
 def count_values(schema: Any, known: dict[int, int]) -> int:  # noqa: ANN401 - any JSON value
-    """Return the number of values that a schema without references describes.
+    """Count the values that a schema without references describes.
 
     Args:
-        schema: The schema; parts of it may be the same object.
-        known: Numbers of values by the identity of schemas, filled by this function.
+        schema: The schema; several parts may be the same object.
+        known: Counts by schema identity, filled by this function.
     """
     if not isinstance(schema, Mapping):
         return 1
@@ -110,7 +110,7 @@ def _resolve(reference: str, root: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def are_disjoint(first: Any, second: Any) -> bool:  # noqa: ANN401 - any JSON value
-    """Return whether it is certain that no value has both schemas: by type, listed values, or a required property."""
+    """Return whether two schemas certainly share no value: by type, listed values, or a required property."""
     if _have_no_common_value(first, second):
         return True
     if not all(isinstance(schema, Mapping) and schema.get("type") == "object" for schema in (first, second)):
@@ -123,7 +123,7 @@ def are_disjoint(first: Any, second: Any) -> bool:  # noqa: ANN401 - any JSON va
 
 
 def _have_no_common_value(first: Any, second: Any) -> bool:  # noqa: ANN401 - any JSON value
-    """Return whether the types or the listed values of two schemas differ."""
+    """Return whether two schemas differ in all types or in all listed values."""
     if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
         return False
     listed = [_listed(schema) for schema in (first, second)]
@@ -139,7 +139,7 @@ def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _kinds(schema: Mapping[str, Any], listed: list[Any] | None) -> set[str]:
-    """Return the types of a schema's values, with ``number`` for integers; empty if the schema does not name them."""
+    """Return the types that a schema names, with ``number`` for integers; empty if it names none."""
     kind = schema.get("type", [])
     names = {*(kind if isinstance(kind, list) else [kind])}
     for value in listed or ():
@@ -148,18 +148,18 @@ def _kinds(schema: Mapping[str, Any], listed: list[Any] | None) -> set[str]:
 
 
 def _normalize(value: object) -> str:
-    """Return a text that is equal for equal JSON values: 1 and 1.0 are, 1 and true are not."""
+    """Return a text that is equal for equal JSON values: for 1 and 1.0, but not for 1 and true."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return json.dumps(value, sort_keys=True)
 
 
 def refusal(what: str, name: str) -> OptionError:
-    """Return the error for a part of a schema that no template guarantees.
+    """Return the error for a schema part that no template guarantees.
 
     Args:
-        what: The part.
-        name: The value that has the part.
+        what: The schema part.
+        name: The value to which it belongs.
     """
     message = f"{OPTION}: a decoder that draws in any order cannot keep {what} in {name}; {FIX}."
     return OptionError(message, OPTION)

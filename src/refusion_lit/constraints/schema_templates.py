@@ -1,9 +1,9 @@
 """JSON schemas as templates, for decoders that sample in any order and keep given text.
 
 The text around the values is given. A value is a span of fixed length with alternatives: an alternative lists the
-tokens allowed at every place of the span, and pads the value with spaces. A token sampled in a span removes the
-alternatives that do not contain it there, so any mixture of old and new tokens in a span is a value. Where a value may
-be left out, or may have one of several schemas, the span has a template per case, padded with spaces to equal length.
+allowed tokens for every place, and pads the value with spaces. A sampled token removes the alternatives that do not
+allow it, so that old and new tokens in a span always form a value. If a value is optional or has several schemas, the
+span has a template per case, and spaces pad the templates to equal length.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from refusion_lit.types import Constraint, ConstraintState
 from refusion_lit.utils.require import OptionError
 
 MAX_NUMBER = 999_999
-"""Maximum absolute value of numbers without bounds."""
+"""Maximum absolute value for numbers without bounds."""
 MAX_STRING = 32
-"""Maximum number of tokens in a string."""
+"""Maximum string length in tokens."""
 MAX_VALUES = 10_000
-"""Maximum number of values in a schema, optional values and all options of unions included."""
+"""Maximum number of values in a schema, with optional values and all union options."""
 MAX_OPTIONS = 200
 """Maximum number of schemas in ``oneOf``."""
 MAX_CHOICES = 100_000
-"""Maximum number of tokens in the alternatives of a value, a union or an optional value."""
+"""Maximum number of tokens in all alternatives for a value, a union or an optional value."""
 MAX_TOTAL = 1_000_000
-"""Maximum number of tokens in the alternatives of all values of a schema."""
+"""Maximum number of tokens in all alternatives for all values."""
 _DIGITS = "0123456789"
 
 Span = Sequence[Sequence[Tensor]]
-"""Alternatives of equal length. An alternative has the allowed ids at every place, int [id]."""
+"""Alternatives with equal lengths. An alternative has the allowed ids at every place, int [id]."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A span whose content is one of several templates.
+    """A span that holds one template out of several.
 
     Attributes:
-        templates: For every template, its spans by the place of their first token within this span.
-        length: Number of places that the templates cover.
+        templates: For every template, its spans by first place, counted from the start of this span.
+        length: Span length in places.
     """
 
     templates: Sequence[Mapping[int, Span | Choice]]
@@ -73,7 +73,7 @@ def _length(span: Span | Choice) -> int:
 
 
 class _Alternatives:
-    """The remaining alternatives of a span."""
+    """A span's remaining alternatives."""
 
     def __init__(self, span: Span) -> None:
         self._remaining = [*span]
@@ -88,7 +88,7 @@ class _Alternatives:
 
 
 class _Templates:
-    """The remaining templates of a choice, and what remains of their spans."""
+    """A choice's remaining templates, and the remaining alternatives in their spans."""
 
     def __init__(self, templates: Iterable[Mapping[int, Span | Choice]]) -> None:
         self._remaining = [
@@ -116,12 +116,12 @@ class _Templates:
 
 
 class TemplateState(ConstraintState):
-    """The remaining templates, and the remaining alternatives of their spans.
+    """The remaining templates, and the remaining alternatives in their spans.
 
     Args:
-        vocab_size: Number of ids in the vocabulary.
-        templates: For every template that the response may follow, its spans by the place of their first token. The
-            spans of all templates cover the same places.
+        vocab_size: Vocabulary size.
+        templates: For every template that the response may follow, its spans by first place. All templates' spans cover
+            the same places.
     """
 
     def __init__(self, vocab_size: int, *templates: Mapping[int, Span | Choice]) -> None:
@@ -142,7 +142,7 @@ class TemplateState(ConstraintState):
         """Remove the templates and alternatives that do not allow a sampled token.
 
         Returns:
-            The token, or a token of a remaining alternative if no alternative allows it: another token of the same
+            The token, or a remaining alternative's token if no alternative allows it: another token from the same
             forward pass may have removed the alternatives that did.
         """
         choices = self._templates.choices(place)
@@ -155,7 +155,7 @@ class TemplateState(ConstraintState):
 
 
 Cases = tuple[Iterable[Any], ...]
-"""Parts of the templates of a span, a template per case."""
+"""Template parts for a span, a template per case."""
 
 
 class TemplateCompiler:
@@ -163,7 +163,7 @@ class TemplateCompiler:
 
     Args:
         tokenizer: The model's tokenizer.
-        vocab_size: Number of ids in the vocabulary.
+        vocab_size: Vocabulary size.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
@@ -181,7 +181,7 @@ class TemplateCompiler:
         self._sizes = torch.tensor(sizes)  # number of characters; 0 for tokens that cannot stand in a string
 
     def compile(self, schema: object) -> tuple[tuple[int | None, ...], Constraint]:
-        """Return a response's given tokens, ``None`` in spans, and the constraint of the spans.
+        """Return a response's given tokens, ``None`` in spans, and the constraint for the spans.
 
         Raises:
             ValueError: If no template can guarantee the schema, or the tokenizer lacks a token.
@@ -194,10 +194,10 @@ class TemplateCompiler:
     ) -> tuple[tuple[int | None, ...], Constraint]:
         """Return a response's given tokens, and a constraint that lets the response be a call.
 
-        Every function has a template, padded to the same length. The first draft of a name decides the function.
+        Every function has a template, padded to the same length. The first drafted name token decides the function.
 
         Args:
-            functions: Schemas of the arguments by the function's name.
+            functions: Argument schemas by function name.
             tool_format: How the model writes calls.
 
         Raises:
@@ -241,7 +241,7 @@ class TemplateCompiler:
         ]
 
     def _lay_out(self, parts: Iterable[Any]) -> tuple[list[int | None], dict[int, Span | Choice]]:
-        """Return the tokens of text, ids and spans, ``None`` in spans, and the spans by place."""
+        """Lay out text, ids and spans: return the given tokens, ``None`` in spans, and the spans by place."""
         kept: list[Any] = []
         num_tokens = 0
         try:
@@ -278,14 +278,14 @@ class TemplateCompiler:
         return choice
 
     def _value(self, schema: object, name: str) -> Iterator[Any]:
-        """Yield the text, spans and cases of a value of a whole schema, which may have references."""
+        """Yield the text, spans and cases for a whole schema, which may have references."""
         whole = inline_references(schema, schema, {}, ())
         if count_values(whole, {}) > MAX_VALUES:
             raise refusal(f"more than {MAX_VALUES} values", name)
         yield from self._parts(whole, name)
 
     def _parts(self, schema: Any, name: str) -> Iterator[Any]:  # noqa: ANN401 - text, spans and cases
-        """Yield the text, spans and cases of a value; ``name`` is for errors."""
+        """Yield the text, spans and cases for a value; ``name`` is for errors."""
         schema = schema if isinstance(schema, Mapping) else {}
         union = next((keyword for keyword in UNIONS if keyword in schema), None)
         if union is not None:
@@ -314,7 +314,7 @@ class TemplateCompiler:
             yield from self._typed(schema, kinds[0], name)
 
     def _typed(self, schema: Mapping[str, Any], kind: str | None, name: str) -> Iterator[Any]:
-        """Yield the text, spans and cases of a value of a type."""
+        """Yield the text, spans and cases for a value with a type."""
         if kind == "object":
             yield from self._object(schema, name)
         elif kind == "array":
@@ -330,7 +330,7 @@ class TemplateCompiler:
             raise refusal("values of any type", name)
 
     def _union(self, schema: Mapping[str, Any], union: str, name: str) -> Iterator[Any]:
-        """Yield the cases of ``anyOf`` or ``oneOf``."""
+        """Yield the cases for ``anyOf`` or ``oneOf``."""
         for keyword in sorted(schema.keys() - NOTES - {union}) + ["type"] * ("type" in schema):
             raise refusal(f"{keyword} beside {union}", name)
         options = schema[union]
@@ -352,7 +352,7 @@ class TemplateCompiler:
             yield tuple(self._parts(option, name) for option in options)
 
     def _object(self, schema: Mapping[str, Any], name: str) -> Iterator[Any]:
-        """Yield the parts of an object. An optional property is left out where its span has spaces alone."""
+        """Yield an object's parts. A span with spaces alone leaves out its optional property."""
         properties = schema.get("properties")
         required = {*schema.get("required", ())}
         if properties is None:
@@ -374,7 +374,7 @@ class TemplateCompiler:
         yield "}"
 
     def _array(self, schema: Mapping[str, Any], name: str) -> Iterator[Any]:
-        """Yield the parts of an array. Items beyond the first and ``minItems`` may be left out."""
+        """Yield an array's parts. Items beyond the first and ``minItems`` may be left out."""
         fewest = schema.get("minItems", 0)
         most = math.floor(schema.get("maxItems", max(fewest, MAX_ITEMS)))
         if fewest > most:
@@ -391,7 +391,7 @@ class TemplateCompiler:
         yield "]"
 
     def _choice(self, options: Sequence[object], name: str) -> str | Span:
-        """Return the text of the only option, or a span of several options."""
+        """Return the only option's text, or a span for several options."""
         if not options:
             raise refusal("no value", name)
         texts = [json.dumps(option) for option in options]
@@ -400,7 +400,7 @@ class TemplateCompiler:
         return self._pad(([torch.tensor([token]) for token in self._encode(text)] for text in texts), name)
 
     def _string(self, fewest: float, most: float | None, name: str) -> Span:
-        """Return a span of a string and its closing quote, with an alternative per number of tokens."""
+        """Return a span for a string and its closing quote, with an alternative per length in tokens."""
         # Tokens have at most a quarter of the allowed characters, so a limit of characters becomes a limit of tokens.
         largest = int(self._sizes.max())
         largest = largest if most is None else max(1, min(largest, math.floor(most) // 4))
@@ -412,7 +412,7 @@ class TemplateCompiler:
         return self._pad(([*[body] * i, quote] for i in range(math.ceil(fewest), num + 1)), name)
 
     def _number(self, schema: Mapping[str, Any], name: str) -> Span:
-        """Return a span of an integer; if the type is ``number``, also of a number with up to two decimals."""
+        """Return a span for an integer, and for a number with up to two decimals if the type is ``number``."""
         exclusive = {
             keyword: schema[keyword] for keyword in ("exclusiveMinimum", "exclusiveMaximum") if keyword in schema
         }
@@ -433,7 +433,7 @@ class TemplateCompiler:
         return self._pad(([self._token_set(*characters) for characters in pattern] for pattern in patterns), name)
 
     def _pad(self, alternatives: Iterable[Sequence[Tensor]], name: str) -> Span:
-        """Return a span of alternatives padded with spaces; stops generating alternatives when there are too many."""
+        """Pad alternatives with spaces to a span; an error ends the generator when there are too many."""
         span: list[Sequence[Tensor]] = []
         length = 0
         for alternative in alternatives:
@@ -464,14 +464,14 @@ class TemplateCompiler:
 
 
 def _cover(given: Sequence[int | None], spans: dict[int, Span | Choice], is_open: Sequence[bool]) -> None:
-    """Turn a template's given tokens at open places into spans of a single alternative."""
+    """Turn a template's given tokens at open places into spans with a single alternative."""
     for place, token in enumerate(given):
         if token is not None and is_open[place]:
             spans[place] = [[torch.tensor([token])]]
 
 
 def _num_tokens(span: Span | Choice) -> int:
-    """Return the number of places of all alternatives."""
+    """Count the places in all alternatives."""
     if isinstance(span, Choice):
         return sum(_num_tokens(inner) for template in span.templates for inner in template.values())
     return len(span) * len(span[0])
@@ -495,7 +495,7 @@ def _decimals(low: int, high: int) -> Iterator[list[str]]:
 
 
 def _blocks(low: int, high: int) -> Iterator[list[str]]:
-    """Yield patterns of integers: fixed digits, a range of digits, then any digits."""
+    """Yield patterns for integers: fixed digits, a digit range, then any digits."""
     while low <= high:
         digits = str(low)
         free = 0

@@ -68,11 +68,11 @@ class Schemas:
         *,
         is_parallel: bool = False,
     ) -> list[Prompt]:
-        """Return prompts whose responses are calls of functions.
+        """Return prompts whose responses are function calls.
 
         Args:
             prompts: The prompts.
-            functions: Schemas of the arguments by the function's name.
+            functions: Argument schemas by function name.
             tool_format: How the model writes calls.
             decoder: Samples from left to right, or keeps given text in place.
             sampling: Length limit and sampling options; stop strings are refused.

@@ -1,7 +1,7 @@
 """Strict JSON schemas, which llguidance guarantees exactly.
 
 llguidance reads some keywords more loosely than JSON schema defines them, and engines disagree about others. A strict
-schema tightens these keywords, so that every value of the strict schema is a value of the user's schema. Keywords that
+schema tightens these keywords, so that every value it allows is also allowed by the user's schema. Keywords that
 cannot be tightened are refused.
 """
 
@@ -26,17 +26,17 @@ _LAST = (*VALUES, "allOf", "anyOf", "oneOf", "$ref")
 _IGNORED = ("default", "examples")
 """Keywords that constrain nothing and may hold any value."""
 EXACT = Context(prec=15, Emin=-8)
-"""Precision of decimals that all parsers read as the same floats, from 1e-22 on."""
+"""Decimal precision at which all parsers read the same floats, from 1e-22 on."""
 _AMBIGUOUS = re.compile(r"\\[DW]|\[\^[^]]*\\|\[\^?]?[^]]*(\[|&&|--|~~)|\(\?[^:=!<]")
 """Patterns that engines read differently; escapes other than ``\\d``, ``\\D``, ``\\w``, ``\\W`` are removed first."""
 _CONTROL = re.compile("[\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f]")
-"""Characters that strings of a grammar cannot have, as JSON has no short escapes for them."""
+"""Characters that a grammar's strings cannot have, as JSON has no short escapes for them."""
 _CODE = r"\\(x|u00)"
 _CONTROL_IN_PATTERN = re.compile(rf"{_CODE}(0[0-7bBeEfF]|1.|7[fF])|\\[v0]|{_CONTROL.pattern}")
 _WIDE = re.compile(
     rf"\[\^(\\.|[^]\\])*\]|(\\[v0]|{_CODE}..|[\x00-~])-({_CODE}(7[eEfF]|[89a-fA-F].)|\\u(?!00)....|[~-\U0010ffff])"
 )
-"""Parts of patterns that allow other characters, too: classes of all characters but some, and ranges beyond ``}``."""
+"""Pattern parts that also allow other characters: negated classes, and ranges beyond ``}``."""
 _YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
 _DATE = f"({_YEAR}-(0[13-9]|1[0-2])-[0-9]{{2}}|{_YEAR}-02-([01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
@@ -50,7 +50,7 @@ _FORMAT_KEYWORDS: dict[str, dict[str, Any]] = {
     "hostname": {"maxLength": 253},
 }
 """Keywords that tighten a format. llguidance alone allows 29 February in every year, the year 0, second 60 in every
-minute, and names of hosts that are too long."""
+minute, and host names that are too long."""
 _STRING_KEYWORDS = ("pattern", "minLength", "maxLength")
 _NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 """Keywords whose value maps names, which are not keywords, to schemas."""
@@ -112,7 +112,7 @@ def _is_writable(value: object) -> bool:
 
 
 def list_patterns(schema: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401 - any JSON value
-    """Yield the schemas of strings with a pattern, and of property names with a pattern, in a strict schema."""
+    """Yield a strict schema's string schemas with a pattern, and its patterns for property names as schemas."""
     if isinstance(schema, Mapping):
         if (string := _keep_string(schema)) is not None:
             yield string
@@ -126,7 +126,7 @@ def list_patterns(schema: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401 - an
 
 
 def _keep_string(schema: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the keywords of strings in a schema and its ``allOf``; ``None`` if there is no pattern among them."""
+    """Return the string keywords in a schema and its ``allOf``; ``None`` if they have no pattern."""
     kept = {keyword: schema[keyword] for keyword in _STRING_KEYWORDS if keyword in schema}
     parts = schema.get("allOf")
     mappings = [part for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
@@ -139,7 +139,7 @@ def _check_keyword(
     value: Any,  # noqa: ANN401
     schema: Mapping[str, Any],
 ) -> Iterator[tuple[bool, str, object]]:
-    """Yield the checks of a keyword's value: whether the value passes, what is expected, and the value.
+    """Yield checks for a keyword's value: whether the value passes, what is expected, and the value.
 
     A check may rely on the checks before it, so the caller stops at the first failure.
     """

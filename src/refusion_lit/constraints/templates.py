@@ -1,4 +1,4 @@
-"""Response templates: text with spans of a known or bounded number of tokens.
+"""Response templates: text with spans, whose lengths in tokens are known or bounded.
 
 ``{"name": "{{1-6}}", "age": {{2}}}`` has a span of 1 to 6 tokens and a span of 2 tokens. With ``{{...}}`` at the end,
 the response may continue after the template.
@@ -22,12 +22,12 @@ from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
 MAX_LENGTHS = 64
-"""Maximum number of combinations of span lengths tried for one prompt."""
+"""Maximum number of span length combinations that are tried for a prompt."""
 MAX_SPAN = 1_000_000
-"""Maximum number of tokens in a span."""
+"""Maximum span length in tokens."""
 
 _NUM_TOGETHER = 64
-"""Number of prompts whose span lengths are tried together; callbacks run after every such group."""
+"""Number of prompts whose span lengths are tried together; callbacks run after every group."""
 _MIN_PROBABILITY = 1e-12
 """Probabilities are clamped to at least this value before the logarithm."""
 
@@ -39,7 +39,7 @@ class Template:
     """A response template: given text with spans to fill.
 
     Attributes:
-        parts: The parts in order: given text, or a span as its minimum and maximum number of tokens.
+        parts: The parts in order: given text, or a span as its minimum and maximum length in tokens.
         is_open: Whether the response may continue after the last part.
 
     >>> Template.parse("age: {{1-2}} years")
@@ -54,7 +54,7 @@ class Template:
         """Parse a template; double braces with anything but numbers or dots in them are text.
 
         Raises:
-            ValueError: If the template is empty, a span is impossible, or there are too many combinations of lengths.
+            ValueError: If the template is empty, a span is impossible, or there are too many length combinations.
         """
         parts: list[str | tuple[int, int]] = []
         end = 0
@@ -79,7 +79,7 @@ class Template:
         return cls(parts=tuple(parts), is_open=is_open)
 
     def encode(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int | None, ...]]:
-        """Return the response's tokens, ``None`` in spans, for every combination of span lengths.
+        """Return the response's tokens, ``None`` in spans, for every span length combination.
 
         A token never crosses the edge of a span.
 
@@ -97,7 +97,7 @@ class Template:
 
 
 def candidates(prompt: Prompt, template: str | None, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return a prompt with a template's given tokens, for every combination of span lengths.
+    """Return a prompt with a template's given tokens, for every span length combination.
 
     Raises:
         ValueError: If the template is wrong.
@@ -119,7 +119,7 @@ def fill_templates(
     trace: bool = False,
     **options: Any,  # noqa: ANN401 - options of decode
 ) -> list[Generation]:
-    """Decode prompts within templates; choose the most probable combination of span lengths.
+    """Decode prompts within templates; choose the most probable span lengths.
 
     Args:
         decode: Decodes prompts.
@@ -127,9 +127,9 @@ def fill_templates(
         templates: A template per prompt; ``None`` to give nothing.
         sampling: Length limit and sampling options.
         tokenizer: Encodes the given text.
-        callbacks: If a span has several possible lengths, callbacks are notified of finished responses only.
-        trace: Record a trace of every forward pass.
-        options: Further options of ``decode``.
+        callbacks: If a span has several possible lengths, callbacks get finished responses only.
+        trace: Trace every forward pass.
+        options: Further options for ``decode``.
 
     Raises:
         ValueError: If a template is wrong, and as ``decode``.
@@ -162,12 +162,11 @@ def choose_lengths(
     sampling: SamplingParams,
     eos_token_ids: Sequence[int],
 ) -> list[Generation]:
-    """Return the most probable generation of every group.
+    """Return every group's most probable generation.
 
     Args:
         run: Decodes prompts and records traces.
-        groups: Groups of prompts that differ in the lengths of their spans. A group with a single prompt is decoded
-            without scoring.
+        groups: Prompts that differ in their span lengths, by group. A single prompt is decoded without scoring.
         sampling: Length limit and sampling options.
         eos_token_ids: EOS tokens.
     """
@@ -210,13 +209,13 @@ def choose_most_probable(
 ) -> Generation:
     """Return the generation with the most probable filling; on ties, the first generation.
 
-    The score is the mean log-probability of the generated tokens, plus the mean log-probability of the given tokens
-    right of spans. A token's probability comes from the last draft at its place: the draft's probability p if the draft
-    is the token, and 1 - p otherwise. Given tokens that a stop string cuts off in any generation are left out for all.
-    Forward passes, positions and seconds of the result are totals over all candidates.
+    The score adds two mean log-probabilities: over the generated tokens, and over the given tokens right of spans. A
+    token's probability comes from the last draft at its place: the draft's probability p if the draft is the token, and
+    1 - p otherwise. Given tokens that a stop string cuts off in any generation are left out for all. The result counts
+    forward passes, positions and seconds over all candidates.
 
     Args:
-        prompts: The prompts, which differ in the lengths of their spans.
+        prompts: The prompts, which differ in their span lengths.
         rows: The prompts' generations, with traces.
         probes: The prompts with filled spans, from :func:`make_probe`.
         probe_rows: The probes' generations, with traces.
@@ -244,13 +243,13 @@ def choose_most_probable(
 
 
 def _seams(prompt: Prompt) -> list[int]:
-    """Return the places of given tokens right of a span."""
+    """Return the places where a given token stands right after a span."""
     given = prompt.given
     return [place for place in range(1, prompt.given_length) if given[place] is not None and given[place - 1] is None]
 
 
 def _mean_log(prompt: Prompt, row: Generation, places: Sequence[int], drafted: Generation) -> float:
-    """Return the mean log-probability of a generation's tokens at ``places`` under the last drafts of ``drafted``."""
+    """Return the mean log-probability for a generation's tokens at ``places``, by the last drafts in ``drafted``."""
     last: dict[int, tuple[int, float]] = {}
     for entry in drafted.trace:
         drafts = zip(entry.positions, entry.tokens, entry.probabilities, strict=True)

@@ -19,7 +19,7 @@ class ToolFormat:
     ``before_name``, the name, ``after_name``, the arguments as JSON, and ``after_arguments``.
 
     Attributes:
-        marker: Text that begins calls within a response. If it is empty, a response with calls consists of calls alone.
+        marker: Text that begins calls within a response. If it is empty, a response with calls has no other text.
         closing: Text that ends a call which begins with the marker.
         begin: Text before the calls.
         between: Text between two calls; ``None`` if a response has one call at most.
@@ -99,7 +99,7 @@ def find_thought_tags(chat_template: object) -> tuple[str, str]:
 
 
 def _join(chat_template: object) -> str:
-    """Return the text of a template, or of all templates."""
+    """Return a template's text, or all templates' text."""
     return "\n".join(map(str, chat_template.values())) if isinstance(chat_template, Mapping) else str(chat_template)
 
 
@@ -121,8 +121,8 @@ class CallPiece:
     """A part of a call.
 
     Attributes:
-        index: Number of the call in the response.
-        name: The function's name in the first piece of a call, ``None`` in further pieces.
+        index: The call's number in the response.
+        name: The function's name in a call's first piece, ``None`` in further pieces.
         arguments: A part of the arguments' JSON text.
     """
 
@@ -138,23 +138,23 @@ Piece: TypeAlias = str | ThoughtPiece | CallPiece
 class CallReader:
     """Splits a growing response into text, thoughts and calls.
 
-    Calls within thoughts are no calls. Invalid calls remain text: JSON that does not parse, an unknown name, arguments
-    that are no object. White space before and after calls is dropped, other text is not. Thoughts without an end last
-    until the end of the response.
+    Thoughts contain no calls. Invalid calls remain text: JSON that does not parse, an unknown name, arguments that are
+    no object. White space before and after calls is dropped, other text is not. Thoughts without a closing tag last
+    until the response ends.
 
     Args:
         tool_format: How the model writes calls; ``None``: the response has no calls.
-        names: Names of the functions.
+        names: The functions' names.
         is_constrained: Whether a grammar forces calls. The reader then returns arguments piece by piece; otherwise, it
             returns whole calls, because an incomplete call may turn out to be text. Forced calls have no thoughts.
         thought_tags: The tags around thoughts.
         is_thinking: Whether the response begins within thoughts, because the prompt ends with the opening tag.
-        thoughts: What becomes of thoughts: ``text`` keeps them in the text, as the model wrote them; ``untagged`` does
-            so without the tags; ``separate`` returns :class:`ThoughtPiece`, and drops white space after the thoughts.
+        thoughts: ``text`` keeps thoughts in the text, as the model wrote them; ``untagged`` keeps them without tags;
+            ``separate`` returns them as :class:`ThoughtPiece`, and drops white space after them.
 
     Attributes:
         num_calls: Number of calls so far.
-        thought_spans: Where separated thoughts are in the response: first character, and the character after the last.
+        thought_spans: Separated thoughts in the response: the first character, and the character after the last.
 
     >>> reader = CallReader(FORMATS["hermes"], ["add"])
     >>> for text in ("Sum: <tool", '_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', " <tool_call> none"):
@@ -199,7 +199,7 @@ class CallReader:
         self._head = re.compile(rf"\s*(?:{opening})\s*{before_name}({name}){after_name}")
 
     def read(self, text: str, *, is_last: bool = False) -> list[Piece]:
-        """Return new pieces; hold back what may become a call or a tag of thoughts unless ``is_last``."""
+        """Return new pieces; hold back what may become a call or a tag unless ``is_last``."""
         self._rest += text
         self._num_read += len(text)
         pieces: list[Piece] = []
@@ -273,7 +273,7 @@ class CallReader:
         return [text]
 
     def _next_thoughts(self, is_last: bool) -> list[Piece] | None:
-        """Return the next part of the thoughts, or their end; ``None`` if neither is complete yet."""
+        """Return the next thoughts, or their end; ``None`` if neither is complete yet."""
         source = self._rest[: self._find(self._tags[1], is_last)].rstrip()
         if source:
             self._rest = self._rest[len(source) :]
@@ -291,13 +291,13 @@ class CallReader:
         return None
 
     def _to_pieces(self, text: str, source: str, tag: str = "") -> list[Piece]:
-        """Return a part of the thoughts as the response shows it."""
+        """Return thoughts as the response shows them."""
         if self._thoughts == "separate":
             return [ThoughtPiece(text, source)]
         return [source.replace(tag, "") if tag and self._thoughts == "untagged" else source]
 
     def _find_start(self, is_last: bool) -> int:
-        """Return where calls may begin, or the end of the text."""
+        """Return where calls may begin, or the text's length."""
         text = self._rest
         if self._format.marker:
             return self._find(self._format.marker, is_last)
@@ -305,7 +305,7 @@ class CallReader:
         return start if self._has_calls and text[start : start + 1] == "{" and not self._has_text else len(text)
 
     def _find(self, tag: str, is_last: bool) -> int:
-        """Return where a tag begins, or a part of it that ends the text and is held back; or the end of the text."""
+        """Return where a tag begins, else where a partial tag is held back at the end, else the text's length."""
         text = self._rest
         start = text.find(tag)
         if start >= 0:
@@ -314,7 +314,7 @@ class CallReader:
         return len(text) - (0 if is_last else next(sizes, 0))
 
     def _parse(self, start: int, is_last: bool) -> tuple[list[tuple[str, str]], int] | None:
-        """Return the calls that begin at ``start``, and the index of their end; ``None`` if they are not complete yet.
+        """Return the calls that begin at ``start``, and the index behind them; ``None`` if they are not complete yet.
 
         Raises:
             ValueError: If there are no valid calls.
@@ -343,7 +343,7 @@ class CallReader:
         return (calls, len(text)) if is_last else None
 
     def _decode(self, place: int) -> tuple[list[Any], int]:
-        """Return the JSON values of calls that begin at ``place``, and the index of their end."""
+        """Return the JSON values for calls that begin at ``place``, and the index behind them."""
         decoder = json.JSONDecoder(parse_constant=_refuse_constant)
         values: list[Any] = []
         while True:
@@ -365,7 +365,7 @@ class CallReader:
         """Return a call's name, and its arguments as JSON text.
 
         Raises:
-            ValueError: If the value is no call of a known function with an object as arguments.
+            ValueError: If the value does not call a known function with an object as arguments.
         """
         name = value.get("name") if isinstance(value, dict) else None
         arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None

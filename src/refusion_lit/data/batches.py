@@ -1,4 +1,4 @@
-"""Training batches: the order of examples, padding, and the loader of optimizer steps."""
+"""Training batches: example order, padding, and a loader that knows optimizer steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BatchDataset(Dataset[Any]):
     """Maps a list of sample indices to a batch.
 
     Args:
-        samples: A dataset of samples.
+        samples: The dataset.
         collate: Collates samples into a batch.
     """
 
@@ -38,26 +38,26 @@ class BatchDataset(Dataset[Any]):
 
 
 _SORTED_BATCHES = 16
-"""Number of global batches whose samples are sorted by length together."""
+"""Number of global batches that are sorted by length together."""
 
 
 class LengthGroupedBatches(DistributedSampler[list[int]]):
     """Shuffles samples, sorts them by length within groups of batches, and shuffles the batches.
 
-    The order is a function of seed and epoch only. All ranks together see every sample once per epoch, except a
-    remainder smaller than a global batch.
+    The order depends on seed and epoch only. All ranks together see every sample once per epoch, except a remainder
+    smaller than a global batch.
 
-    The sampler yields whole batches: a loader takes it as ``sampler`` with ``batch_size=None``. Lightning sets the
-    epoch of a ``DistributedSampler``, and leaves it in place on several processes.
+    The sampler yields whole batches: a loader takes it as ``sampler`` with ``batch_size=None``. Lightning sets a
+    ``DistributedSampler``'s epoch, and keeps such a sampler on several processes.
 
     Args:
-        num_samples: Number of samples in the dataset.
-        batch_size: Number of samples in a batch, per rank.
+        num_samples: Dataset size.
+        batch_size: Samples per batch and rank.
         get_length: Returns a sample's length, or a number that grows with the length; ``None``: no grouping.
         seed: Seeds the order.
         rank: Index of this process.
         num_ranks: Number of processes.
-        pack_length: If samples are packed rows: the rows' number of tokens, which determines their samples.
+        pack_length: If samples are packed rows: the row length in tokens, which determines the samples in a row.
 
     Attributes:
         start: Number of this rank's batches to skip in the next pass, which resets it to zero.
@@ -120,14 +120,14 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
 
 
 class TrainingLoader(DataLoader[ResponseBatch]):
-    """A loader of micro-batches that looks ahead by one optimizer step and resumes in mid-epoch.
+    """Loads micro-batches, a whole optimizer step ahead, and resumes in mid-epoch.
 
     It yields every micro-batch with its :class:`~refusion_lit.learning.step.OptimizerStep`. Over
     :class:`LengthGroupedBatches`, a checkpoint from mid-epoch resumes at the next micro-batch: Lightning saves and
-    restores the state of a loader with ``state_dict`` and ``load_state_dict``.
+    restores a loader's state with ``state_dict`` and ``load_state_dict``.
 
     Attributes:
-        trainer: The trainer, which says how many micro-batches it accumulates; ``None``: one per step.
+        trainer: The trainer, which has the number of accumulated micro-batches; ``None``: a micro-batch per step.
         split: The samples of all batches, whose fingerprint a checkpoint stores; ``None``: no fingerprint.
     """
 
@@ -137,7 +137,7 @@ class TrainingLoader(DataLoader[ResponseBatch]):
     _resumed: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[MicroBatch]:  # type: ignore[override]
-        """Yield micro-batches; all micro-batches of a step are fetched before the first is yielded."""
+        """Yield micro-batches; a step's micro-batches are all fetched before the first is yielded."""
         self._num_yielded = 0
         if isinstance(self.sampler, LengthGroupedBatches):  # it knows the epoch by now
             epoch, num_seen = self._resumed or (None, 0)
@@ -149,7 +149,7 @@ class TrainingLoader(DataLoader[ResponseBatch]):
             yield batch  # type: ignore[misc] - a micro-batch with its step, in place of the batch alone
 
     def _num_left_in_step(self) -> int:
-        """Return the number of micro-batches up to the end of the next one's step, which the epoch may cut short."""
+        """Return how many micro-batches the next micro-batch's step still has, which the epoch may cut short."""
         if self.trainer is None:
             return 1
         num_accumulated = self.trainer.accumulate_grad_batches
@@ -157,7 +157,7 @@ class TrainingLoader(DataLoader[ResponseBatch]):
         return int(min(num_accumulated - self._num_yielded % num_accumulated, num_left_in_epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the number of this rank's micro-batches yielded in it, and what their order depends on."""
+        """Return the epoch, this rank's number of yielded micro-batches, and the values that determine the order."""
         state = {"epoch": getattr(self.sampler, "epoch", 0), "num_batches": self._num_yielded}
         if isinstance(self.sampler, LengthGroupedBatches) and 0 < self._num_yielded < len(self.sampler):
             state["order"] = self.sampler.order
@@ -197,7 +197,7 @@ class TrainingLoader(DataLoader[ResponseBatch]):
 
 
 def collate_responses(samples: Sequence[EncodedExample], pad_token_id: int) -> ResponseBatch:
-    """Pad examples on the right to the length of the longest; no examples give an empty batch.
+    """Pad examples on the right to the longest example's length; no examples give an empty batch.
 
     Args:
         samples: The examples.
@@ -208,10 +208,10 @@ def collate_responses(samples: Sequence[EncodedExample], pad_token_id: int) -> R
 
 
 def collate_packed(rows: Sequence[Sequence[EncodedExample]], pad_token_id: int) -> ResponseBatch:
-    """Collate rows of samples.
+    """Collate packed rows.
 
     Args:
-        rows: The samples of every row.
+        rows: Samples by row.
         pad_token_id: The padding token.
     """
     batch = collate_responses([sample for row in rows for sample in row], pad_token_id)

@@ -1,4 +1,4 @@
-"""Encoding of conversations: the tokens of a prompt, and the tokens of a response after its prompt."""
+"""Encodes conversations: a prompt's tokens, and a response's tokens after its prompt."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def encode_prompt(
         query: The query.
         prompt_template: Text with ``{query}`` in it.
         messages: Chat turns, instead of the query.
-        tools: Descriptions of tools for the chat template.
-        chat_options: Options of the chat template besides the options that are kept with the tokenizer.
+        tools: Tool descriptions for the chat template.
+        chat_options: Chat template options besides the options that are stored with the tokenizer.
 
     Raises:
         ValueError: If a character is unknown, the chat template refuses or drops a turn or does not read an option,
@@ -90,7 +90,7 @@ def encode_response(
         query: The query.
         prompt_template: Text with ``{query}`` in it.
         messages: Chat turns, instead of the query.
-        tools: Descriptions of tools for the chat template.
+        tools: Tool descriptions for the chat template.
         answer: The assistant's turn, instead of the response, if it has more than text, such as tool calls.
 
     Raises:
@@ -150,8 +150,8 @@ def _find_lead(before: str, opened: str, query: str) -> str:
 
     Args:
         before: The rendered chat up to the answer.
-        opened: The rendered prompt, which has the last turn and the opening at its end.
-        query: The text of the turn before the answer.
+        opened: The rendered prompt, which ends with the last turn and the assistant's opening.
+        query: The last turn's text.
     """
     if not query or query not in before or query not in opened:
         return ""
@@ -160,7 +160,7 @@ def _find_lead(before: str, opened: str, query: str) -> str:
 
 
 def _without_opening(response: str, opened: str) -> str:
-    """Return a response without the tag that begins its thoughts if the prompt ends with this tag already."""
+    """Return a response without its opening thought tag if the prompt already ends with this tag."""
     tag = _TAG_AT_END.search(opened)
     text = response.lstrip()
     if tag is None or not text.startswith(tag[1]):
@@ -181,10 +181,10 @@ def _encode_answer(
 
     Args:
         tokenizer: The tokenizer.
-        guard: Marks names of special tokens.
+        guard: Marks special tokens' names.
         turns: The turns before the assistant's turn.
         answer: The assistant's turn.
-        tools: Descriptions of tools.
+        tools: Tool descriptions.
         opened: The rendered prompt.
         prompt_ids: The encoded prompt.
 
@@ -227,7 +227,7 @@ def _encode_answer(
 def _encode_rest(
     tokenizer: PreTrainedTokenizerBase, guard: NameGuard, rendered: str, opened: str, prompt_ids: Sequence[int]
 ) -> list[int]:
-    """Encode what follows the prompt's text ``opened`` in a text, as a part of the whole text if the prompt is, too."""
+    """Encode the text after the prompt's text ``opened``, as a part of the whole text if the prompt is such a part."""
     whole = _encode_rendered(tokenizer, guard, rendered)
     if whole[: len(prompt_ids)] == [*prompt_ids]:
         return whole[len(prompt_ids) :]

@@ -1,4 +1,4 @@
-"""Training samples that are encoded when they are read, or packed in rows."""
+"""Training samples that are encoded on access, or packed into rows."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from refusion_lit.tasks.base import Example
 from refusion_lit.utils.require import require
 
 _PACKED_TOGETHER = 4096
-"""Number of samples that are packed together. More samples need less padding; fewer samples mix lengths better."""
+"""Number of samples packed together. More samples need less padding; fewer samples mix lengths better."""
 
 
 class LazyDataset(Dataset[EncodedExample]):
-    """A dataset that generates and encodes an example when it is read.
+    """A dataset that generates and encodes an example on access.
 
     Args:
-        examples: The examples of a generated task.
-        encode: Encodes an example; raises a ``ValueError`` for a malformed one.
-        max_length: Maximum number of tokens in an example; reading a longer example raises a ``ValueError``.
+        examples: A generated task's examples.
+        encode: Encodes an example; raises a ``ValueError`` if the example is malformed.
+        max_length: Maximum example length in tokens; reading a longer example raises a ``ValueError``.
 
     Attributes:
         examples: As given.
@@ -54,7 +54,7 @@ class LazyDataset(Dataset[EncodedExample]):
 
 
 def pack_rows(data: Sequence[EncodedExample], pack_length: int, *, seed: int) -> list[list[EncodedExample]]:
-    """Return the samples of every row, and print how much padding remains; see :func:`pack_samples`."""
+    """Pack samples into rows with :func:`pack_samples`, and print how much padding remains."""
     lengths = list(map(len, data))
     rows = pack_samples(lengths, pack_length, seed=seed)
     padding = 1 - sum(lengths) / (len(rows) * pack_length)
@@ -66,12 +66,12 @@ def pack_samples(lengths: Sequence[int], pack_length: int, *, seed: int) -> list
     """Distribute samples over rows: best fit, longest first, within random groups of samples.
 
     Args:
-        lengths: Numbers of tokens of the samples, at most ``pack_length``.
-        pack_length: Maximum number of tokens in a row.
+        lengths: Sample lengths in tokens, at most ``pack_length``.
+        pack_length: Maximum row length in tokens.
         seed: Seeds the groups; the rows are the same in every epoch.
 
     Returns:
-        The indices of every row's samples.
+        Sample indices by row.
 
     >>> pack_samples([5, 2, 3, 4], 7, seed=0)
     [[0, 1], [3, 2]]

@@ -1,7 +1,7 @@
-"""Text of responses, decoded as a part of the whole text: prompt + response text = text of all tokens.
+"""Response text, decoded as a part of the whole text: prompt text + response text = text for all tokens.
 
-Some tokenizers decode a token differently at the beginning of a text: SentencePiece drops the space before the first
-word. A response is therefore decoded together with the last tokens of its prompt.
+Some tokenizers decode a token differently when it begins a text: SentencePiece drops the space before the first
+word. A response is therefore decoded together with its prompt's last tokens.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from refusion_lit.data.encoding import encode_text
 from refusion_lit.modeling.vocabulary import read_special_tokens
 
 _NUM_CONTEXT = 8
-"""Number of tokens before a text that are decoded with it."""
+"""Number of preceding tokens that are decoded with a text."""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>\Z")
 
 
 class Detokenizer:
-    """Turns the tokens of a response into text.
+    """Turns a response's tokens into text.
 
-    Special tokens are left out. A character of which bytes are missing, for example because a response was cut, becomes
-    U+FFFD; complete characters beside it stay.
+    Special tokens are left out. A character with missing bytes, for example in a response that was cut, becomes U+FFFD;
+    complete characters beside it stay.
 
     Args:
         tokenizer: The tokenizer.
@@ -59,16 +59,16 @@ class Detokenizer:
         *,
         is_growing: bool = False,
     ) -> str:
-        """Return the text of tokens.
+        """Return the text for tokens.
 
         Args:
             token_ids: The tokens.
             after: The tokens before them, such as the prompt.
-            stop: Stop strings. They are found in names of special tokens, too; only a name with which a stop string
-                begins or continues is then in the text.
-            keep: Texts; special tokens whose names they contain are kept as text.
-            is_growing: Whether further tokens may follow. A name at the end of the text that may begin a stop string is
-                then in the text, so that a stream can hold it back.
+            stop: Stop strings. Special tokens' names can match them, too; such a name is then in the text if a stop
+                string begins or continues with it.
+            keep: Texts; a special token whose name occurs in them is kept as text.
+            is_growing: Whether further tokens may follow. If a name at the end may begin a stop string, the text then
+                contains the name, so that a stream can hold it back.
         """
         plain = (token for token in reversed(after) if token not in self._special)
         context = [*islice(plain, _NUM_CONTEXT)][::-1]
@@ -96,14 +96,14 @@ class Detokenizer:
         return shown[start:] + whole[first:]
 
     def _decode(self, token_ids: Sequence[int], kept: Set[int]) -> list[tuple[str, int | None]]:
-        """Return the text of tokens from the beginning of a text, in pieces.
+        """Return the text for tokens that begin a text, in pieces.
 
         Args:
             token_ids: The tokens.
             kept: Special tokens to keep as text.
 
         Returns:
-            Pairs of a text and the special token whose name it is; ``None`` for other texts.
+            Texts; with each text the special token that it names, or ``None``.
         """
         pieces: list[tuple[str, int | None]] = []
         context: list[int] = []
@@ -118,7 +118,7 @@ class Detokenizer:
         return pieces
 
     def _split(self, token_ids: Sequence[int], kept: Set[int]) -> Iterator[tuple[list[int], str | None]]:
-        """Yield runs of tokens for the tokenizer (with ``None``), and single special tokens or runs with their text."""
+        """Yield token runs for the tokenizer to decode (with ``None``), and special tokens or runs with their text."""
         tokens = [token for token in token_ids if token not in self._special or token in kept]
         pending: list[int] = []
         for kind, group in groupby(tokens, lambda token: "name" if token in kept else token in self._bytes):
@@ -149,7 +149,7 @@ class Detokenizer:
 
     @property
     def _anchor(self) -> list[int]:
-        """Tokens of a letter, as context of text that does not begin the whole text."""
+        """A letter's tokens, as context for text that does not begin the whole text."""
         try:
             return encode_text(self._tokenizer, "a")
         except ValueError:
@@ -157,5 +157,5 @@ class Detokenizer:
 
 
 def _join(pieces: Sequence[tuple[str, int | None]]) -> str:
-    """Return the text of pieces."""
+    """Join the pieces' texts."""
     return "".join(text for text, _ in pieces)

@@ -1,4 +1,4 @@
-"""Encoding of text as tokens. Text of users and data sets never becomes a special token."""
+"""Encodes text as tokens. Text from users and data sets never becomes a special token."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from refusion_lit.data.tokenizers import unknown_text
 from refusion_lit.modeling.vocabulary import EOS_IDS, prompt_prefix
 
 _MARKS_BEGINNING = re.compile("prepend_scheme|Prepend|add_prefix_space=True")
-"""In the description of a tokenizer that encodes a text's beginning differently."""
+"""Matches descriptions of tokenizers that encode a text's beginning differently."""
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
-    """Encode text; with ``special``, names of special tokens become these tokens instead of plain text.
+    """Encode text; with ``special``, a special token's name becomes the token instead of plain text.
 
     Raises:
         ValueError: If a character is not in the tokenizer's alphabet.
@@ -75,11 +75,11 @@ def encode_plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
 def encode_parts(
     tokenizer: PreTrainedTokenizerBase, parts: Sequence[tuple[str, bool]], *, within: bool = False
 ) -> list[int]:
-    """Encode texts that follow each other, of which some name special tokens and others are plain.
+    """Encode consecutive texts; only some may name special tokens.
 
     Args:
         tokenizer: The tokenizer.
-        parts: Pairs of a text and whether names in it mean special tokens.
+        parts: The texts, with whether names in a text mean special tokens.
         within: Whether the first text does not begin the whole text.
 
     Raises:
@@ -112,7 +112,7 @@ def encode_parts(
 def _strip_beside_names(
     tokenizer: PreTrainedTokenizerBase, pieces: Sequence[tuple[str, bool]]
 ) -> Iterator[tuple[str, bool]]:
-    """Yield texts and names of added tokens without the white space that the tokens include, as Phi-3's tokens do."""
+    """Yield texts and added tokens' names, without white space that the tokens include, as Phi-3's tokens do."""
     added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
     for index, (piece, is_name) in enumerate(pieces):
         before, after = pieces[max(index - 1, 0) : index], pieces[index + 1 : index + 2]
@@ -135,11 +135,11 @@ def _begins_after(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
 
 
 def split_added_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[str, bool]]:
-    """Return the parts of a text, and whether a part is the name of an added token, special or not."""
+    """Split a text at added tokens' names; return the parts, and whether a part is such a name, special or not."""
     return [(part, index % 2 == 1) for index, part in enumerate(_added_names(tokenizer).split(text)) if part]
 
 
 def _added_names(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return a pattern, in a group, for the names of a tokenizer's added tokens, special or not; long names first."""
+    """Return a pattern with a group for added tokens' names, special or not; long names first."""
     names = sorted((str(name) for name in tokenizer.added_tokens_encoder), key=len, reverse=True)  # type: ignore[attr-defined]
     return re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")

@@ -1,4 +1,4 @@
-"""Prompts and batches for evaluation: every sample exactly once, on any number of processes."""
+"""Evaluation prompts and batches: every sample exactly once, however many processes there are."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from refusion_lit.utils.require import require
 def encode_prompts(
     task: Task, tokenizer: PreTrainedTokenizerBase, prompt_template: str, max_prompts: int | None
 ) -> list[tuple[Prompt, Example]]:
-    """Encode the prompts of a task's test split, including given tokens of responses.
+    """Encode a test split's prompts, with the given tokens of their responses.
 
-    The response of an example with an ``answer`` becomes the text of the rendered turn.
+    If an example has an ``answer``, its response becomes the rendered turn's text.
 
     Args:
         task: The task.
@@ -61,7 +61,7 @@ def encode_prompts(
 
 
 def encode_given(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[int | None, ...]:
-    """Return the tokens of an example's response, ``None`` in spans; empty without spans.
+    """Return an example's response tokens, ``None`` in spans; empty without spans.
 
     Raises:
         ValueError: If a character is not in the tokenizer's alphabet, or the spans are not in text order.
@@ -87,7 +87,7 @@ class PromptBatch:
     Not a dataclass: Lightning copies dataclasses to move their tensors, and refuses frozen dataclasses.
 
     Args:
-        samples: Pairs of prompt and example.
+        samples: Prompts with their examples.
     """
 
     def __init__(self, samples: Sequence[tuple[Prompt, Example]]) -> None:
@@ -102,7 +102,7 @@ def evaluation_loader(
     num_workers: int,
     trainer: L.Trainer | None,
 ) -> DataLoader[Any]:
-    """Return a loader of all samples in order, divided among the trainer's processes without repetition."""
+    """Return a loader for all samples in order, divided among the trainer's processes without repetition."""
     if trainer is None or trainer.world_size == 1 or getattr(trainer, "overfit_batches", 0):
         return DataLoader(samples, batch_size=batch_size, num_workers=num_workers, collate_fn=collate)
     share = EvaluationBatches(len(samples), batch_size, rank=trainer.global_rank, num_ranks=trainer.world_size)
@@ -112,17 +112,17 @@ def evaluation_loader(
 class EvaluationBatches(DistributedSampler[list[int]]):
     """Gives every process a contiguous share of the samples, in batches, and repeats no sample.
 
-    The shares joined in the order of ranks are all samples in order. All processes have the same number of batches,
-    because strategies that gather weights in every forward pass need it: an extra sample goes into the last batch of
-    its process. A process without samples has an empty batch, because without batches Lightning skips the epoch-end
-    hooks, in which processes wait for each other.
+    Shares joined by rank are all samples in order. All processes have equally many batches, because strategies that
+    gather weights in every forward pass need it: an extra sample goes into its process's last batch. A process without
+    samples has an empty batch: without batches, Lightning skips the epoch-end hooks, in which processes wait for each
+    other.
 
     The sampler yields whole batches: a loader takes it as ``sampler`` with ``batch_size=None``. Lightning leaves a
     ``DistributedSampler`` in place, but replaces other samplers by a sampler that repeats samples.
 
     Args:
-        num_samples: Number of samples in the dataset.
-        batch_size: Number of samples in a batch, on each process.
+        num_samples: Dataset size.
+        batch_size: Samples per batch and process.
         rank: Index of this process.
         num_ranks: Number of processes.
     """

@@ -1,4 +1,4 @@
-"""Examples of a task, checked when they are read and encoded as token ids for training."""
+"""Task examples, checked when they are read, and encoded as token ids for training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from refusion_lit.utils.require import require
 
 @dataclass(frozen=True, slots=True)
 class EncodedExample:
-    """Token ids of an example."""
+    """An example's token ids."""
 
     id: str
     prompt_ids: Sequence[int]
@@ -29,7 +29,7 @@ def load_examples(task: Task, split: Split) -> Sequence[Example]:
     """Return a split's examples after checking their types.
 
     Raises:
-        ValueError: If the task does not return a sequence of examples.
+        ValueError: If the task returns no sequence of examples.
     """
     examples = task.examples(split)
     name = f"{type(task).__name__}.examples"

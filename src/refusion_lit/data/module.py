@@ -33,7 +33,7 @@ from refusion_lit.types import Prompt
 from refusion_lit.utils.require import require, require_at_least, require_template
 
 _LAZY_ABOVE = 20_000
-"""Generated splits with more examples are encoded when they are read; all other splits once, before training."""
+"""Generated splits with more examples are encoded on access; all other splits once, before training."""
 
 
 class InstructionDataModule(L.LightningDataModule):
@@ -41,25 +41,25 @@ class InstructionDataModule(L.LightningDataModule):
 
     Args:
         task: Provides the examples and scores responses. In Python also a data set of mappings (Hugging Face's, torch's
-            or a list), or a mapping of splits to data sets; see ``InstructionFiles.from_rows``.
+            or a list), or a mapping from split to data set; see ``InstructionFiles.from_rows``.
         tokenizer: Provides the tokenizer; in Python also a directory or hub id. Commands with a ``ckpt_path`` use the
             model's tokenizer instead.
-        batch_size: Number of training samples in a batch, per process; with ``pack_length``, number of rows.
-        eval_batch_size: Number of samples in a validation batch, and of prompts in a batch of test and prediction.
+        batch_size: Training samples per batch and process; with ``pack_length``, rows.
+        eval_batch_size: Samples per validation batch, and prompts per batch in test and prediction.
         max_length: Samples with more tokens (prompt and response) are dropped and counted. In a generated split that is
-            encoded while it is read, such a sample is an error.
+            encoded on access, a longer sample is an error.
         prompt_template: How a query becomes a prompt if the tokenizer has no chat template. ``None``: the model's
             template in commands with a ``ckpt_path``, else ``{query}``.
-        pack_length: Pack training samples into rows of at most this many tokens, at least ``max_length``. Samples do
+        pack_length: Pack training samples into rows with at most this many tokens, at least ``max_length``. Samples do
             not see each other, and no loss changes. An objective that lengthens its sequences lengthens the rows.
             Attention over a row takes an explicit mask: rows much longer than the samples cost time with 'sdpa' and
             little with 'flex_attention'. ``None``: a row per sample.
         num_workers: Number of worker processes that collate batches. Changes no batch.
-        seed: Seeds the order of the training samples.
+        seed: Seeds the training samples' order.
         max_eval_prompts: Decode only the first prompts in test and prediction; ``None`` for all.
         add_bos: Whether prompts begin with the BOS token: true, false, or ``auto``, as the tokenizer itself does. The
             choice is stored with the model. ``None``: the stored choice, else ``auto``.
-        chat_template_kwargs: Options of the chat template, such as ``enable_thinking: false``; stored with the model.
+        chat_template_kwargs: Chat template options, such as ``enable_thinking: false``; stored with the model.
             ``None``: the stored options, else none.
         show_samples: Number of training samples to print when a training begins, as the model sees them.
 
@@ -140,11 +140,10 @@ class InstructionDataModule(L.LightningDataModule):
         """Refuse training and validation samples that are longer than the model's context.
 
         Args:
-            max_positions: Number of tokens in the context.
+            max_positions: Context length in tokens.
 
         Raises:
-            ValueError: If a sample is too long. In a split that is encoded while it is read, reading the sample raises
-                the error.
+            ValueError: If a sample is too long; in a split that is encoded on access, only when the sample is read.
         """
         for split in self._fitted_splits:
             samples = self._load_split(split)
@@ -157,7 +156,7 @@ class InstructionDataModule(L.LightningDataModule):
             require(longest <= max_positions, "data.max_length", expected, longest, fix)
 
     def describe(self) -> str:
-        """Return the size of the training data in a line, and ``show_samples`` samples as the model sees them."""
+        """Describe the training data's size in a line, and ``show_samples`` samples as the model sees them."""
         parts = []
         for split in self._fitted_splits:
             samples = self._load_split(split)
@@ -186,7 +185,7 @@ class InstructionDataModule(L.LightningDataModule):
         return text
 
     def train_dataloader(self) -> TrainingLoader:
-        """Return a loader of shuffled micro-batches; the batches do not depend on the number of workers."""
+        """Return a loader for shuffled micro-batches; the batches do not depend on ``num_workers``."""
         data = self._load_split("train")
         if getattr(self.trainer, "overfit_batches", 0):  # Lightning wants the first ones, in order
             loader = TrainingLoader(data, batch_size=self.batch_size, collate_fn=self._collate)  # type: ignore[arg-type]
@@ -209,19 +208,19 @@ class InstructionDataModule(L.LightningDataModule):
         return loader
 
     def val_dataloader(self) -> DataLoader[EncodedExample]:
-        """Return a loader of validation batches, for the loss."""
+        """Return a loader for validation batches, for the loss."""
         samples = self._load_split("validation")
         return evaluation_loader(samples, self._collate, self.eval_batch_size, self.num_workers, self.trainer)
 
     def test_dataloader(self) -> DataLoader[tuple[Prompt, Example]]:
-        """Return a loader of the test split's prompts."""
+        """Return a loader for the test split's prompts."""
         prompts = self.test_prompts()
         return evaluation_loader(prompts, PromptBatch, self.eval_batch_size, self.num_workers, self.trainer)
 
     predict_dataloader = test_dataloader
 
     def test_prompts(self) -> list[tuple[Prompt, Example]]:
-        """Return the prompts of the test split with their examples; see :func:`encode_prompts`."""
+        """Return the test split's prompts with their examples; see :func:`encode_prompts`."""
         if not self._prompts:
             tokenizer = self.built_tokenizer
             self._prompts = encode_prompts(self.task, tokenizer, self.prompt_template, self.max_eval_prompts)
@@ -250,14 +249,14 @@ class InstructionDataModule(L.LightningDataModule):
             )
 
     def training_prompt(self) -> Prompt:
-        """Return the longest training prompt; for a split that is encoded while it is read, the first prompt."""
+        """Return the longest training prompt, or the first if the split is encoded on access."""
         samples = self._load_split("train")
         is_lazy = isinstance(samples, LazyDataset)
         sample = samples[0] if is_lazy else max(samples, key=lambda sample: len(sample.prompt_ids))
         return Prompt(token_ids=tuple(sample.prompt_ids), id=sample.id)
 
     def longest_response(self) -> int | None:
-        """Return the tokens of the longest training response; ``None`` for a split encoded while it is read."""
+        """Return the longest training response's length; ``None`` for a split that is encoded on access."""
         samples = self._load_split("train")
         if isinstance(samples, LazyDataset):
             return None
@@ -335,10 +334,10 @@ class InstructionDataModule(L.LightningDataModule):
 
 
 def _as_task(task: Any) -> Task:  # noqa: ANN401 - Python users pass data sets of many libraries
-    """Return a task, or the task of a data set in memory.
+    """Return a task as it is, and a data set in memory as a task.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If the value is neither.
     """
     if isinstance(task, Task):
         return task
@@ -352,10 +351,10 @@ def _as_task(task: Any) -> Task:  # noqa: ANN401 - Python users pass data sets o
 
 
 def _as_tokenizer_source(source: Any) -> TokenizerSource:  # noqa: ANN401 - Python users pass names
-    """Return a tokenizer source; a text is a directory or hub id.
+    """Return a tokenizer source as it is, and a directory or hub id as a tokenizer source.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If the value is neither.
     """
     if isinstance(source, str):
         return PretrainedTokenizer(source=source)

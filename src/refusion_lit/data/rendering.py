@@ -1,6 +1,6 @@
-"""Rendering of conversations as text with a chat template or a prompt template.
+"""Renders conversations as text with a chat template or a prompt template.
 
-Names of special tokens in the text of users and data sets are marked, because only a template may write special tokens.
+Special tokens' names in text from users and data sets are marked, because only a template may write special tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ _CALLS = ("tool_calls", "function_call")
 
 
 def read_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return chat turns whose contents are texts; the text parts of a content are joined.
+    """Return chat turns with texts as contents; a content's text parts are joined.
 
     Raises:
-        ValueError: If a turn has no role, or a content has a part of another type, such as an image, which a template
-            may render silently.
+        ValueError: If a turn has no role, or a content part is no text: a template may render an image silently.
     """
     is_sequence = isinstance(messages, Iterable) and not isinstance(messages, str | Mapping)
     fix = "put a single turn in a list"
@@ -59,16 +58,16 @@ def render_turns(
     is_open: bool = True,
     chat_options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the text of turns, in which marks surround users' names of special tokens.
+    """Return the rendered turns, with marks around special tokens' names in users' text.
 
     Args:
         tokenizer: The tokenizer.
         guard: Marks the names.
         turns: The turns.
         prompt_template: Text with ``{query}`` in it, for tokenizers without a chat template.
-        tools: Descriptions of tools for the chat template.
-        is_open: Whether the text ends with the opening of the assistant's turn.
-        chat_options: Options of the chat template besides the options that are kept with the tokenizer.
+        tools: Tool descriptions for the chat template.
+        is_open: Whether the text ends with the assistant's opening.
+        chat_options: Chat template options besides the options that are stored with the tokenizer.
 
     Raises:
         ValueError: If the chat template refuses the turns, or there are several turns without a chat template.
@@ -103,8 +102,8 @@ def render_chat(
         is_open: Whether the assistant's turn is opened; otherwise, the last turn is left open.
 
     Returns:
-        Pairs of a text and whether names of special tokens in the text mean the tokens, which
-        :func:`~refusion_lit.data.encoding.encode_parts` encodes.
+        Texts, with whether special tokens' names in a text mean the tokens, for
+        :func:`~refusion_lit.data.encoding.encode_parts`.
 
     Raises:
         ValueError: If the chat template refuses the turns.
@@ -183,12 +182,12 @@ def _rename_calls(turn: Mapping[str, Any], probes: list[str]) -> Mapping[str, An
 
 
 def get_parts(turn: Mapping[str, Any]) -> list[str]:
-    """Return the names of an assistant turn's parts besides its role that are not empty."""
+    """Return the names of an assistant turn's parts that are not empty, without its role."""
     return [name for name in ("content", *MORE_THAN_TEXT) if turn.get(name)]
 
 
 def leave_out_parts(turn: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name of every part of an assistant's turn, and the turn without the part; every call is a part."""
+    """Yield the name of every part in an assistant turn, and the turn without the part; a call is a part, too."""
     for name in get_parts(turn):
         others = {key: value for key, value in turn.items() if key != name}
         if name == "content":
@@ -221,13 +220,13 @@ def _map_texts(function: Callable[[str], str], value: Any) -> Any:  # noqa: ANN4
 
 
 class NameGuard:
-    """Marks names of special tokens in users' text, so that they differ from a template's names after rendering.
+    """Marks special tokens' names in users' text, so that they differ from a template's names after rendering.
 
-    Only names are marked, so that a template can trim and inspect the rest of the text.
+    Only names are marked, so that a template can trim and inspect the other text.
 
     Args:
         tokenizer: The tokenizer with the special tokens.
-        texts: All texts to mark; the marks are characters that occur in none of the texts.
+        texts: All texts to mark; the marks are characters that no text contains.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
@@ -240,18 +239,18 @@ class NameGuard:
         self._open = next(free)
         self._close = next(free)
         self.probe = next(free)
-        """A character that occurs in none of the texts."""
+        """A character that no text contains."""
 
     def mark(self, text: str) -> str:
-        """Mark the names of special tokens in a text."""
+        """Mark special tokens' names in a text."""
         return self._names.sub(lambda name: f"{self._open}{name[0]}{self._close}", text)
 
     def find_names(self, rendered: str) -> list[tuple[int, int]]:
-        """Return where the names of special tokens that mean the tokens start and end."""
+        """Return start and end of the names that mean special tokens."""
         return [name.span() for name in self._names.finditer(rendered) if rendered[name.start() - 1] != self._open]
 
     def split(self, rendered: str) -> list[tuple[str, bool]]:
-        """Split at the marks; return pairs of a text and whether names in the text mean special tokens."""
+        """Split at the marks; return the texts, with whether names in a text mean special tokens."""
         parts = re.split(f"{self._open}([^{self._open}{self._close}]*){self._close}", rendered)
         # A template that truncates a name leaves an unpaired mark.
         unpaired = str.maketrans("", "", self._open + self._close)

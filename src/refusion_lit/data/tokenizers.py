@@ -1,4 +1,4 @@
-"""Tokenizers: pretrained, trained on the task's data, of single characters, or stored in a checkpoint."""
+"""Tokenizers: pretrained, trained on the task's data, with a token per character, or stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PAD = "<|pad|>"
 _EOS = "<|eos|>"
 _MASK = "<|mask|>"
 _MAX_BPE_EXAMPLES = 100_000
-"""Maximum number of examples to train BPE on."""
+"""Maximum number of examples that train BPE."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -58,8 +58,8 @@ class CharacterTokenizer(TokenizerSource):
     """A token per character: ids 0, 1 and 2 are padding, EOS and mask, followed by the characters in order.
 
     Attributes:
-        characters: The alphabet; ``None`` takes the task's alphabet or, if the task has none, the sorted characters of
-            the training examples and the prompt template.
+        characters: The alphabet; ``None`` takes the task's alphabet or, if the task has none, the sorted characters in
+            training examples and prompt template.
 
     >>> tokenizer = CharacterTokenizer(characters="01+").build(None)
     >>> tokenizer.encode("1+0")
@@ -97,7 +97,7 @@ class TrainedBPE(TokenizerSource):
     """Byte-level BPE trained on the task's training split; encodes every text without loss.
 
     Attributes:
-        vocab_size: Maximum number of tokens, including special tokens; at least 260.
+        vocab_size: Maximum vocabulary size, including special tokens; at least 260.
     """
 
     vocab_size: int = 4096
@@ -123,19 +123,19 @@ class TrainedBPE(TokenizerSource):
 
 
 _GENERIC_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast"}
-"""Tokenizer classes that ``tokenizer.json`` describes completely, by the names of transformers 5 and 4."""
+"""Tokenizer classes that ``tokenizer.json`` describes completely, as named by transformers 5 and 4."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedTokenizer(TokenizerSource):
-    """The tokenizer of a Hugging Face directory or hub id; a mask token is added if there is none.
+    """A Hugging Face directory's or hub id's tokenizer; a mask token is added if the tokenizer has none.
 
     Attributes:
         source: Directory or hub id.
         revision: A hub id's pinned revision.
         checkpoint_format: The source's published format, if its config does not name it; see
             :class:`~refusion_lit.BackboneConfig`.
-        trust_remote_code: Let a source of unknown format run its Python code on this machine.
+        trust_remote_code: Let a source in an unknown format run its Python code on this machine.
     """
 
     source: str
@@ -166,7 +166,7 @@ class PretrainedTokenizer(TokenizerSource):
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a Hugging Face directory or hub id; add a mask token if the tokenizer has none.
+    """Load a Hugging Face directory's or hub id's tokenizer; add a mask token if the tokenizer has none.
 
     Args:
         source: The directory or hub id.
@@ -247,7 +247,7 @@ def _read_generic(folder: Path, values: Mapping[str, Any]) -> PreTrainedTokenize
 
     Args:
         folder: The directory, or a hub id.
-        values: Contents of ``tokenizer_config.json``.
+        values: The content of ``tokenizer_config.json``.
     """
     if not (folder / "tokenizer.json").is_file() or "fast_tokenizer_files" in values:
         return None
@@ -269,7 +269,7 @@ class StoredTokenizer(TokenizerSource):
     """The tokenizer stored in a checkpoint.
 
     Attributes:
-        files: Contents of the tokenizer's files by name.
+        files: The tokenizer's files: content by name.
     """
 
     files: dict[str, str]
@@ -284,7 +284,7 @@ class StoredTokenizer(TokenizerSource):
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the contents of a tokenizer's files by name, for :func:`tokenizer_from_files`."""
+    """Return a tokenizer's files, content by name, for :func:`tokenizer_from_files`."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         paths = [Path(folder) / name for name in _FILES]
@@ -292,7 +292,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def tokenizer_from_files(files: dict[str, str], source: str | Path = "the checkpoint") -> PreTrainedTokenizerBase:
-    """Rebuild a tokenizer from the contents of its files.
+    """Rebuild a tokenizer from its files' contents.
 
     Args:
         files: Contents by name.
@@ -314,8 +314,8 @@ def tokenizer_from_files(files: dict[str, str], source: str | Path = "the checkp
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfig) -> None:
     """Refuse a tokenizer whose ids differ from the ids that the initial weights were trained with.
 
-    The tokenizer may have more tokens than the tokenizer of the weights. If the weights come without a tokenizer, the
-    check warns.
+    The tokenizer may have more tokens than the weights' tokenizer. If the weights come without a tokenizer, the check
+    warns.
 
     Args:
         tokenizer: The tokenizer that encodes the data.
@@ -351,7 +351,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfi
 
 
 def alphabet(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the characters that a tokenizer of single characters knows; ``None`` for other tokenizers.
+    """Return the alphabet of a tokenizer with a token per character; ``None`` for other tokenizers.
 
     >>> alphabet(CharacterTokenizer(characters="01+").build(None))
     '01+'
