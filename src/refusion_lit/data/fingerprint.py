@@ -8,6 +8,8 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+
 from refusion_lit.data.datasets import LazyDataset
 from refusion_lit.data.examples import EncodedExample
 
@@ -76,10 +78,9 @@ class SplitSamples:
         for index in indices:
             example = self._example(index)
             if isinstance(example, EncodedExample):
-                parts = (example.id, str([*example.prompt_ids]), str([*example.response_ids]))
+                contents = [np.asarray(ids, np.int64).tobytes() for ids in (example.prompt_ids, example.response_ids)]
             else:
-                parts = (example.id, example.query, example.response)
-            for part in parts:
-                data = part.encode("utf-8", "surrogatepass")
-                hashed.update(len(data).to_bytes(8, "little") + data)
+                contents = [text.encode("utf-8", "surrogatepass") for text in (example.query, example.response)]
+            for content in (example.id.encode("utf-8", "surrogatepass"), *contents):
+                hashed.update(len(content).to_bytes(8, "little") + content)
         return hashed.hexdigest()

@@ -229,7 +229,9 @@ def _check_values(config: Any, where: str) -> None:  # noqa: ANN401 - one class 
         is_known = not isinstance(value, str) or value in ACT2FN or not _is_of_transformers(config)
         require(is_known, f"{where}: {name}", "an activation that transformers knows", value, _FETCH)
     window = sliding_window(config)
-    slides = _knows_windows(config) and "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    slides = hasattr(type(config), "layer_types") and "sliding_attention" in (
+        getattr(config, "layer_types", None) or ()
+    )
     if window is not None or slides:
         require_at_least(f"{where}: sliding_window", window, 1)
 
@@ -415,16 +417,13 @@ def check_attention(config: Any) -> None:  # noqa: ANN401 - one class per archit
 def sliding_window(config: Any) -> int | None:  # noqa: ANN401 - one class per architecture
     """Return the number of tokens that layers with sliding-window attention see; ``None`` without such layers.
 
-    A config keeps options that its class does not know, such as Llama's, and the model ignores them.
+    A config keeps options that its class does not know, such as Llama's, and the model ignores them. Exports write this
+    function out, so it calls no other function of the package.
     """
+    is_known = any(hasattr(type(config), name) for name in ("sliding_window", "layer_types"))
     layer_types = getattr(config, "layer_types", None)
-    has_window = _knows_windows(config) and (not layer_types or "sliding_attention" in layer_types)
+    has_window = is_known and (not layer_types or "sliding_attention" in layer_types)
     return getattr(config, "sliding_window", None) if has_window else None
-
-
-def _knows_windows(config: Any) -> bool:  # noqa: ANN401 - one class per architecture
-    """Return whether a config's class has options of sliding-window attention."""
-    return any(hasattr(type(config), name) for name in ("sliding_window", "layer_types"))
 
 
 def learns_positions(model: Any, body: nn.Module) -> bool:  # noqa: ANN401 - a transformers model, or peft's wrapper
