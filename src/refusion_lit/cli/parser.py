@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from difflib import SequenceMatcher, get_close_matches
+from functools import wraps
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, cast, get_args
+from typing import Any, NoReturn, cast, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
@@ -48,7 +49,9 @@ class OneLineParser(ArgumentParser):
         if nested_key is None:
             first = next(iter(get_args(theclass)), theclass)  # of a union
             self._class_name = getattr(first, "__name__", "")
-        return super().add_class_arguments(theclass, nested_key, *args, **options)
+        added = super().add_class_arguments(theclass, nested_key, *args, **options)
+        explain_missing_classes(self)
+        return added
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the error instead of printing it below the usage."""
@@ -69,6 +72,7 @@ class OneLineParser(ArgumentParser):
         return self._create(lambda: self.parse_object(deepcopy(dict(values))))
 
     def _create(self, parse: Callable[[], Namespace]) -> Namespace:
+        explain_missing_classes(self)
         try:
             parsed = parse()
         except PARSER_ERRORS as error:
@@ -155,8 +159,6 @@ def explain(parser: ArgumentParser, message: str) -> str:
     for key in re.findall(r'Parser key "(.+?)"', message):  # of an option, and of an option in its value
         option = key if f"{key}.".startswith(f"{option}.") or not option else f"{option}.{key}"
     action = next((action for action in parser._actions if action.dest == option), None)
-    if reason := _explain_missing_class(action, option, message):
-        return reason
     if entry := re.search(r"NestedArg\(key='(.+?)'", message):  # of a mapping or a class
         option = f"{option}.{entry[1]}"
     message = re.sub(r"argument (?:-\w/)?--(.+?): ", r"\1: ", message)
@@ -175,6 +177,8 @@ def explain(parser: ArgumentParser, message: str) -> str:
         ]
         value = re.search(r"(?:Got|Given) value: (.*)", message)
         reason = f"expected {' or '.join(names)}, got {value[1] if value else ''!r}"
+    elif lines and lines[0].startswith("unknown option"):  # further lines are about other classes of the option
+        reason = lines[0]
     else:
         reason = " ".join(line for line in lines if line not in types)
         fix = "name the class before its options, and define all abstract methods"
@@ -193,65 +197,73 @@ def explain(parser: ArgumentParser, message: str) -> str:
     return f"{option}: {reason}" if option else reason
 
 
-_BASE_REFUSED = re.compile(
-    r"unknown option '.+?' of (\w+)|, but [\w.]*?(\w+) is abstract|Not a valid subclass of (\w+)"
-    r"|\.(\w+)\] expects a function or a callable class: Dict must include a class_path"
-)
-_CLASS_KEYS = ("class", "class_name", "name", "type", "_target_")
-"""Keys that other programs' configs have for ``class_path``."""
+def explain_missing_classes(parser: ArgumentParser) -> None:
+    """Explain options without their class, which jsonargparse takes for options of the base class and refuses."""
+    actions: list[Any] = parser._actions  # jsonargparse checks the value of an option in a method of its action
+    for action in actions:
+        if _subclasses(action) and not hasattr(action._check_type, "__wrapped__"):
+            action._check_type = _explain_missing_class(action, action._check_type)
 
 
-def _explain_missing_class(action: argparse.Action | None, option: str, message: str) -> str | None:
-    """Return the error about options without their class, which jsonargparse takes for options of the base class.
+def _explain_missing_class(action: Any, check: Callable[..., Any]) -> Callable[..., Any]:  # noqa: ANN401 - jsonargparse's
+    """Return an option's check whose error names the class that is missing, if a class is."""
+
+    @wraps(check)  # jsonargparse passes the arguments that the signature names
+    def checked(value: Any, *, cfg: Namespace | None = None, **options: Any) -> Any:  # noqa: ANN401 - any value of a config
+        try:
+            return check(value, cfg=cfg, **options)
+        except (TypeError, ValueError) as error:
+            known = [name for name in _subclasses(action) if not re.search(rf"\b{name}\b", str(action._typehint))]
+            previous = (cfg.get(action.dest) if cfg else None) or action.default
+            if isinstance(previous, list) and hasattr(value, "_fields"):  # options of the last class in a list
+                previous = previous[-1]
+            by_name = dict in [get_origin(hint) for hint in (action._typehint, *get_args(action._typehint))]
+            if known and (reason := _find_missing_class(_read_value(value), previous, known, by_name=by_name)):
+                raise TypeError(f'Parser key "{action.dest}": {reason}') from error
+            raise
+
+    return checked
+
+
+def _find_missing_class(value: Any, previous: Any, known: Sequence[str], *, by_name: bool) -> str | None:  # noqa: ANN401
+    """Return the error of a value with options but without their class; ``None`` if no class is missing.
 
     Args:
-        action: The option that takes a class; ``None`` if it is unknown.
-        option: Its name.
-        message: jsonargparse's message.
-
-    Returns:
-        The error's line; ``None`` if the message is about something else.
+        value: The value of an option that takes a class, a list of classes, or classes by name.
+        previous: The option's value before, whose class the options may belong to.
+        known: Names of classes that the option takes.
+        by_name: Whether the option takes classes by name.
     """
-    hint = str(getattr(action, "_typehint", ""))
-    known = [name for name in _subclasses(action) if not re.search(rf"\b{name}\b", hint)]
-    refused = {name for names in _BASE_REFUSED.findall(message) for name in names if name}
-    # A message without a class's name is about the options of the first class of a union.
-    is_base = "': the class has no options" in message or any(re.search(rf"\b{name}\b", hint) for name in refused)
-    is_nested = "NestedArg(key=" in message and _CLASS.search(message) is not None
-    if not known or not (is_base or is_nested or "dict[str" in hint):
-        return None
-    values = re.findall(r"(?:Given|Got) value: (.*)", message)
-    if not values and " is abstract" in message:  # the abstract class itself was named, without options
-        return None
-    value = _read_value(values[-1]) if values else {}
-    if "dict[str" in hint:  # classes by name
-        entries = value if isinstance(value, Mapping) else {"NAME": value}
-        wrong = [(name, entry) for name, entry in entries.items() if not isinstance(entry, str | None)]
-        if not isinstance(value, Mapping) or len(wrong) != 1:
-            fix = f"write {{NAME: {value if value in known else 'CLASS'}}}"
-            return None if isinstance(value, Mapping) else f"{option}: expected classes by name, got {value!r}; {fix}"
-        option, value = f"{option}.{wrong[0][0]}", wrong[0][1]
+    previous = previous if isinstance(previous, Mapping | Namespace) else {}
+    if by_name:
         if not isinstance(value, Mapping):
-            return f"{option}: expected the name or import path of a class, got {value!r}{suggest('', known)}"
-        if not (is_base or is_nested):
-            return None
+            return f"expected classes by name, got {value!r}; write {{NAME: {value if value in known else 'CLASS'}}}"
+        for name, entry in value.items():
+            if not isinstance(entry, str | Mapping | None):
+                return f"{name}: expected the name or import path of a class, got {entry!r}{suggest('', known)}"
+            if reason := _find_missing_class(entry, previous.get(name), known, by_name=False):
+                return f"{name}: {reason}"
+        return None
     if isinstance(value, list):
-        value = next((entry for entry in value if isinstance(entry, Mapping)), None)
+        reasons = (_find_missing_class(entry, None, known, by_name=False) for entry in value)
+        return next(filter(None, reasons), None)
     if not isinstance(value, Mapping):
         return None
-    inner = value.get("init_args")
-    others = {name: entry for name, entry in value.items() if name not in ("class_path", "init_args", "dict_kwargs")}
-    if "class_path" in value and not others:
+    options = {key: entry for key, entry in value.items() if key not in ("class_path", "init_args", "dict_kwargs")}
+    has_class = "class_path" in value
+    if (has_class and not options) or (not has_class and "class_path" in previous):
         return None
     name = value.get("class_path", next((value[key] for key in _CLASS_KEYS if value.get(key) in known), None))
-    others = {key: entry for key, entry in others.items() if entry != name or key not in _CLASS_KEYS}
-    options = {**others, **(inner if isinstance(inner, Mapping) else {})} or {"OPTION": "VALUE"}
-    example = {"class_path": name or "NAME", "init_args": options}
+    options = {key: entry for key, entry in options.items() if entry != name or key not in _CLASS_KEYS}
+    options |= value.get("init_args") or {}
+    example = {"class_path": name or "NAME", "init_args": options or {"OPTION": "VALUE"}}
     text = yaml.safe_dump(example, default_flow_style=True, sort_keys=False, width=1 << 20).strip()
-    expected = (
-        f"options of {name} under init_args" if "class_path" in value else "class_path beside the class's options"
-    )
-    return f"{option}: expected {expected}; write {text}{'' if name else suggest('', known)}"
+    expected = f"options of {name} under init_args" if has_class else "class_path beside the class's options"
+    return f"expected {expected}; write {text}{'' if name else suggest('', known)}"
+
+
+_CLASS_KEYS = ("class", "class_name", "name", "type", "_target_")
+"""Keys that other programs' configs have for ``class_path``."""
 
 
 def _subclasses(action: argparse.Action | None) -> list[str]:
@@ -259,17 +271,20 @@ def _subclasses(action: argparse.Action | None) -> list[str]:
     return re.findall(r"\.(\w+)(?:,|$)", getattr(action, "extra_help", str)())
 
 
-def _read_value(text: str) -> Any:  # noqa: ANN401 - any value of a config
-    """Return a value from jsonargparse's message; ``None`` if the message has no plain value."""
-    entry = re.fullmatch(r"NestedArg\(key='(.+?)', val=(.*)\)", text)
-    try:
-        value = ast.literal_eval(entry[2] if entry else text)
-        value = yaml.safe_load(value) if entry and isinstance(value, str) else value
-    except (ValueError, SyntaxError, yaml.YAMLError):
-        return text
-    for name in reversed(entry[1].split(".") if entry else []):
+def _read_value(value: Any) -> Any:  # noqa: ANN401 - any value of a config
+    """Return an option's value as lists and mappings.
+
+    Args:
+        value: A value of a config, a text or a file's name, or jsonargparse's pair of an inner option and its value.
+    """
+    names, value = (value.key.split("."), value.val) if hasattr(value, "_fields") else ([], value)
+    if isinstance(value, str):
+        is_file = value.endswith((".yaml", ".yml")) and Path(value).is_file()
+        with suppress(yaml.YAMLError):
+            value = yaml.safe_load(Path(value).read_text("utf-8") if is_file else value)
+    for name in reversed(names):
         value = {name: value}
-    return value
+    return value.as_dict() if isinstance(value, Namespace) else value
 
 
 def _option_names(parser: ArgumentParser) -> list[str]:
