@@ -97,7 +97,16 @@ def test_choices_stops_and_seeds(client: Any, model: TextModel) -> None:
     assert alone(model, "1+1", temperature=1.0, seed=again.seed).text == again.choices[0].message.content
     stopped = chat(client, "1+1", stop="one text of more than 16 characters")
     assert stopped.choices[0].message.content == alone(model, "1+1").text
-    several = client.completions.create(model=NAME, prompt=TEXTS[:3])
+    kept: dict[str, Any] = {"temperature": 1.0, "seed": 3, "top_k": 1}
+    assert chat(client, "1+1", extra_body=kept).choices[0].message.content == alone(model, "1+1", **kept).text
+    kept |= {"top_k": None}
+    for top_k in (-1, 0):
+        answer = chat(client, "1+1", extra_body=kept | {"top_k": top_k}).choices[0].message.content
+        assert answer == alone(model, "1+1", **kept).text
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=NAME, prompt="1+1", best_of=2)
+    assert caught.value.param == "best_of"
+    several = client.completions.create(model=NAME, prompt=TEXTS[:3], best_of=1)
     assert [choice.text for choice in several.choices] == [alone(model, text).text for text in TEXTS[:3]]
 
 
@@ -221,7 +230,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [  # options, the field that is
     ({"stop": 3}, "stop", "list, got 3"),
     ({"stop": [""]}, "stop", "empty"),
     ({"response_format": {"type": "json_object"}}, "response_format", "optional or unnamed properties"),
-    ({"extra_body": {"max_completion_tokens": 4}, "max_tokens": 4}, "max_completion_tokens", "max_tokens"),
+    ({"extra_body": {"max_completion_tokens": 5}, "max_tokens": 4}, "max_completion_tokens", "max_tokens"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
     ({"response_format": {"type": "json_object", "json_schema": {"schema": {"enum": [1]}}}},
      "response_format.json_schema", "schema"),
@@ -339,7 +348,7 @@ def test_content_may_come_in_parts_of_text(client: Any) -> None:
     image = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content\.2\.type: .*'text', got \"image"):
         ask([*parts, image])
-    for key in ("cache_control", "annotations"):
+    for key in ("citations", "annotations"):
         with pytest.raises(openai.BadRequestError) as caught:
             ask([parts[0], parts[1] | {key: {"type": "ephemeral"}}])
         assert caught.value.param == f"messages.0.content.1.{key}"
@@ -438,6 +447,10 @@ def test_the_door(server: Server, model: TextModel) -> None:
     chats = f"{url}/v1/chat/completions"
     valid = json.dumps({"model": NAME, "messages": [{"role": "user", "content": "1"}], "max_tokens": 1}).encode()
     assert get(chats, valid)[0] == 200
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client, pytest.raises(openai.NotFoundError) as caught:
+        client.embeddings.create(model=NAME, input="1")
+    assert caught.value.param == "path"
+    assert "/v1/chat/completions" in caught.value.body["message"]
     for kind in ("text/plain", ""):  # what a page of another site can send without asking
         assert get(chats, valid, **{"Content-Type": kind})[0] == 400
     length = "Content-Type: application/json\nContent-Length: 1000001"

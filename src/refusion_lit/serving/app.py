@@ -129,11 +129,16 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
     return app
 
 
-async def _refuse(service: Service, _: Request, error: Exception) -> Response:
+async def _refuse(service: Service, request: Request, error: Exception) -> Response:
     """Return an error response in OpenAI's form; details of unexpected errors go to the log only."""
     if isinstance(error, RequestValidationError):
         service.requests.labels("refused").inc()
         error = HTTPException(400, describe_error(error))
+    elif isinstance(error, HTTPException) and error.detail == STATUS_PHRASES[error.status_code].decode():  # no route
+        paths = [f"{method} {route.path}" for route in request.app.routes for method in sorted(route.methods)]
+        got = f"{request.method[:20]} {request.url.path[:60]}"
+        detail = f"path: expected {', '.join(paths)}, got {got}; this server has no other paths."
+        error = HTTPException(error.status_code, detail, error.headers)
     elif not isinstance(error, HTTPException):
         error = HTTPException(500, f"the request failed ({type(error).__name__})")
     return JSONResponse(error_body(error), error.status_code, error.headers)

@@ -31,16 +31,27 @@ from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require
 
-_NEUTRAL: dict[str, Any] = {
-    "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "modalities": ["text"], "verbosity": "medium",
-    "annotations": [],
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,),
+    "logit_bias": ({},), "min_p": (0,), "min_tokens": (0,), "modalities": (["text"],), "verbosity": ("medium",),
+    "annotations": ([],), "functions": ([],), "function_call": ("none", "auto"),
 }  # fmt: skip
-_SWITCHES = ("echo", "store", "background")
+_SWITCHES = (
+    "echo", "background", "ignore_eos", "use_beam_search", "include_stop_str_in_output", "continue_final_message",
+)  # fmt: skip
 """Fields that clients always send. ``_NEUTRAL`` fields have no effect with these values, ``_SWITCHES`` if false."""
+_ALL_TOKENS = 2**31 - 1
+"""More tokens than any vocabulary has."""
 _REASONS = {
-    "max_completion_tokens": "max_tokens is given, too",
+    "max_completion_tokens": "max_tokens has another value",
 }
 
+_TopK = Annotated[
+    int | None,
+    Field(ge=1),
+    BeforeValidator(lambda value: _ALL_TOKENS if type(value) is int and value in (0, -1) else value),
+]
+"""A number of most probable tokens; 0 and -1 keep all tokens, as in vLLM and SGLang."""
 _Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 """A list of texts, or a text."""
 
@@ -51,15 +62,16 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def drop_fields_without_effect(cls, values: Any) -> Any:  # noqa: ANN401 - any JSON
-        """Drop fields that are ``None``, and neutral values of fields that are not supported."""
+        """Drop fields that are ``None``, neutral values of fields that are not supported, and a limit given twice."""
         if not isinstance(values, dict):
             return values
         return {
             name: value
             for name, value in values.items()
             if value is not None
-            and (isinstance(value, bool) or value != _NEUTRAL.get(name))
+            and (isinstance(value, bool) or value not in _NEUTRAL.get(name, ()))
             and (value is not False or name not in _SWITCHES)
+            and (name != "max_completion_tokens" or value != values.get("max_tokens"))
         }
 
 
@@ -111,11 +123,12 @@ class _Labels(_Strict):
 
     user: str | None = None
     metadata: dict[str, str] = {}
+    store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Any = None
     prompt_cache_options: Any = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None = None
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -129,7 +142,7 @@ class BaseRequest(_Labels):
     max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=1)
+    top_k: _TopK = None
     seed: int | None = None
     stop: _Texts | None = Field(None, max_length=16)
     n: int = Field(default=1, ge=1, le=16)
@@ -138,7 +151,14 @@ class BaseRequest(_Labels):
     response_format: ResponseFormat = ResponseFormat(type="text")
 
 
-class TextPart(_Strict):
+class _Part(_Strict):
+    """A part of a message's content. Marks of a prefix to cache have no effect."""
+
+    cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
+
+
+class TextPart(_Part):
     """A part of a message's content, which must be text."""
 
     type: Literal["text"]
@@ -341,6 +361,7 @@ class CompletionRequest(BaseRequest):
 
     is_chat: ClassVar[bool] = False
     prompt: _Texts
+    best_of: int | None = None
     logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
         default=None, ge=0, le=20
     )
@@ -351,7 +372,7 @@ class CompletionRequest(BaseRequest):
         return self.logprobs
 
 
-class ResponseText(_Strict):
+class ResponseText(_Part):
     """A part of an item's content in ``/v1/responses``, which must be text."""
 
     type: Literal["input_text", "output_text", "reasoning_text"]
@@ -368,11 +389,15 @@ _Parts = Annotated[list[ResponseText], BeforeValidator(_to_parts)]
 
 
 class InputItem(_Strict):
-    """A turn, its thoughts, a function call, or a call's result; ``id``, ``status``, ``summary`` have no effect."""
+    """A turn, its thoughts, a function call, or a call's result.
+
+    ``id``, ``status``, ``phase`` and ``summary`` have no effect.
+    """
 
     type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
     id: str | None = None
     status: str | None = None
+    phase: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: _Parts | None = None
     call_id: str | None = None
@@ -436,6 +461,8 @@ class Reasoning(_Strict):
     """How a model thinks before it answers, in ``/v1/responses``. Nothing summarizes thoughts; they are in the text."""
 
     effort: Effort | None = None
+    mode: Literal["standard"] | None = None
+    context: Literal["auto"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -467,7 +494,7 @@ class ResponsesRequest(_Labels):
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=1)
+    top_k: _TopK = None
     seed: int | None = None
     stream: bool = False
     tools: list[ResponseTool] = Field(default=[], max_length=128)
@@ -481,7 +508,8 @@ class ResponsesRequest(_Labels):
     include: list[_Include] = []
     top_logprobs: int = Field(default=0, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = None
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"  # no effect: an input that is too long is refused
+    max_tool_calls: int | None = None  # limits tools that a server runs; this server runs none
 
     def to_chat(self) -> ChatRequest:
         """Return the request as a chat.

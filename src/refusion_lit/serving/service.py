@@ -439,6 +439,7 @@ class Service:
             effort = effort_options(self.model.tokenizer, body.reasoning_effort)
             options = {**effort, **(body.chat_template_kwargs or {})}
             return [self.model.encode(body.messages[-1].text, turns, tools, options)]
+        require(body.best_of in (None, body.n), "best_of", f"n, which is {body.n}", body.best_of, "leave it out")
         fits = 1 <= len(body.prompt) * body.n <= 16 and all(body.prompt)
         require(fits, "prompt", "1 to 16 texts, n times, none of them empty", body.prompt[:2], "split the request")
         return [encode_plain_prompt(self.model.tokenizer, text) for text in body.prompt]
