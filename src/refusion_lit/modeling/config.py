@@ -229,10 +229,9 @@ def _check_values(config: Any, where: str) -> None:  # noqa: ANN401 - one class 
         is_known = not isinstance(value, str) or value in ACT2FN or not _is_of_transformers(config)
         require(is_known, f"{where}: {name}", "an activation that transformers knows", value, _FETCH)
     window = sliding_window(config)
-    slides = hasattr(type(config), "layer_types") and "sliding_attention" in (
-        getattr(config, "layer_types", None) or ()
-    )
-    if window is not None or slides:
+    knows_windows = any(hasattr(type(config), name) for name in ("sliding_window", "layer_types"))
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if window is not None or (knows_windows and slides):
         require_at_least(f"{where}: sliding_window", window, 1)
 
 
