@@ -14,9 +14,9 @@ from refusion_lit.constraints.tool_calls import (
     CallPiece,
     CallReader,
     ThoughtPiece,
-    find_thought_tags,
     find_tool_format,
 )
+from refusion_lit.modeling.chat_template import find_thought_tags
 from support.tools import TEMPLATES
 
 CALL = '{"name": "f", "arguments": {"a": "</tool_call>", "b": [1]}}'

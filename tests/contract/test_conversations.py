@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,76 @@ def test_an_answer_that_its_template_changes_ends_as_the_template_ends_turns(
     turns = ({"role": "system", "content": "Be brief."}, *TURNS[:2], {"role": "user", "content": "And Rome?"})
     sample = encode_example(tokenizer, Example(id="0", query="", response=answer, messages=turns))
     assert tokenizer.decode([*sample.prompt_ids, *sample.response_ids]).endswith(expected)
+
+
+_NAME = r"<\|[^|]+\|>|\[gMASK\]|<sop>|</?think>"
+_TURN = "{% for m in messages %}{% if m['role'] == 'assistant' %}"
+GLM = (  # no token ends a turn, and the prompt lacks the line break that begins an answer
+    "[gMASK]<sop>{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+COHERE = (  # one token ends the answer, and the next one the turn
+    _TURN
+    + "<|CHATBOT|><|START_RESPONSE|>{{ m['content'] }}<|END_RESPONSE|>{% else %}<|USER|>{{ m['content'] }}{% endif %}"
+    "<|END_OF_TURN|>{% endfor %}{% if add_generation_prompt %}<|CHATBOT|>{% endif %}"
+)
+HARMONY = (  # names of channels before the answer; another end in the last turn
+    _TURN + "<|start|>assistant<|channel|>final<|message|>{{ m['content'] }}"
+    "{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}"
+    "{% else %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+FALCON = (  # a space before the answer that the prompt lacks; answers are trimmed
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] | trim }}{% if not loop.last %}{{ '\n\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '\n\nassistant:' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["llama2", "qwen", "gemma"])
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [(GLM, "<|user|>"), (COHERE, "<|END_OF_TURN|>"), (COHERE, None), (HARMONY, "<|return|>"), (FALCON, None)],
+    ids=["glm", "cohere", "cohere-base", "harmony", "falcon"],
+)
+def test_openings_and_ends_of_answers_are_those_of_the_template(kind: str, template: str, end: str | None) -> None:
+    tokenizer: Any = make_tokenizer(kind, chat=True, chat_template=template)
+    names = dict.fromkeys(["<|user|>", "<|assistant|>", *re.findall(_NAME, template)])
+    tokenizer.add_special_tokens({"additional_special_tokens": [*names]})
+    if end is not None:
+        tokenizer.eos_token = end
+    last = {GLM: None, FALCON: None, HARMONY: "<|return|>"}.get(template, end or "<|END_RESPONSE|>")
+    assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids(last or tokenizer.eos_token)
+    for answer in ("a", "final", "  In France.\n", "assistant"):
+        turns = [*TURNS, {"role": "assistant", "content": answer}]
+        sample = encode_example(tokenizer, Example(id="0", query="", response=answer, messages=TURNS))
+        whole = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
+        ids = [*sample.prompt_ids, *sample.response_ids]
+        if last is None:  # the template ends no turn
+            assert ids == [*whole, tokenizer.eos_token_id]
+        else:
+            assert ids == whole[: len(ids)]
+            assert tokenizer.convert_ids_to_tokens(ids[-1]) == last
+            assert answer.strip() in tokenizer.decode(sample.response_ids)
+
+
+def test_tags_of_thoughts_that_are_special_tokens_are_the_template_s() -> None:
+    """The template looks for them in earlier answers, and models write them as tokens; elsewhere they are text."""
+    content = "m['content'].split('</think>')[-1].lstrip('\n') if not loop.last else m['content']"
+    template = _TURN + "{% set text = " + content + " %}{{ '<|im_start|>assistant\n' + text + '<|im_end|>\n' }}"
+    template += "{% else %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}"
+    template += "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    tokenizer: Any = make_tokenizer("qwen", chat=True, chat_template=template)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    answer = "<think>\nHm.\n</think>\n\nIn Italy."
+    turns = [TURNS[0], {"role": "assistant", "content": answer}] * 2
+    for num in (1, 3):
+        sample = encode_example(tokenizer, Example(id="0", query="", response=answer, messages=tuple(turns[:num])))
+        ids = [*sample.prompt_ids, *sample.response_ids]
+        assert ids == tokenizer.apply_chat_template(turns[: num + 1], return_dict=True)["input_ids"][: len(ids)]
+        assert ids[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+        assert tokenizer.convert_tokens_to_ids("</think>") in sample.response_ids
+    asked = encode_prompt(tokenizer, "What is </think>?")
+    assert tokenizer.convert_tokens_to_ids("</think>") not in asked
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+from refusion_lit.modeling.chat_template import join_templates
 from refusion_lit.utils.require import require_choice
 
 
@@ -75,7 +76,7 @@ def find_tool_format(chat_template: object, name: str = "auto") -> ToolFormat | 
     '</tool_call>'
     """
     require_choice("tool_format", name, ["auto", *FORMATS])
-    text = _join(chat_template)
+    text = join_templates(chat_template)
     if not re.search(r"\btools\b", text):
         return None  # the model would not see the tools
     if name == "auto" and "[TOOL_CALLS]" in text:
@@ -87,20 +88,6 @@ def find_tool_format(chat_template: object, name: str = "auto") -> ToolFormat | 
     if name == "mistral" and "[TOOL_CALLS] [" in text:  # older templates
         return replace(FORMATS[name], begin="[TOOL_CALLS] [")
     return FORMATS.get(name)
-
-
-def find_thought_tags(chat_template: object) -> tuple[str, str]:
-    """Return the tags around a model's thoughts: Mistral's if the chat template has them, otherwise ``<think>``.
-
-    Args:
-        chat_template: The template, or templates by name, as tokenizers have them.
-    """
-    return ("[THINK]", "[/THINK]") if "[THINK]" in _join(chat_template) else ("<think>", "</think>")
-
-
-def _join(chat_template: object) -> str:
-    """Return a template's text, or all templates' text."""
-    return "\n".join(map(str, chat_template.values())) if isinstance(chat_template, Mapping) else str(chat_template)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from refusion_lit.data.rendering import (
     render_turns,
 )
 from refusion_lit.modeling.chat_template import check_chat_options
-from refusion_lit.modeling.vocabulary import get_add_bos, prompt_prefix, starts_with_bos
+from refusion_lit.modeling.vocabulary import EOS_IDS, get_add_bos, prompt_prefix, starts_with_bos
 from refusion_lit.utils.require import require
 
 
@@ -119,30 +119,48 @@ def encode_response(
         except ValueError:  # a template may refuse what the prompt's template does not
             return ""
 
+    probed = render(guard.probe)
+    before, _, closing = probed.rpartition(guard.probe) if guard.probe in probed else ("", "", "")
+    end = closing[: _find_end(tokenizer, closing, guard.find_names(closing)) or 0]
+    after = [] if end else [eos]
     rendered = render(response)
-    marked = guard.mark(response)
-    ids = []
-    if rendered.startswith(opened):
-        ids = _encode_rest(tokenizer, guard, rendered, opened, prompt_ids)
-    elif response and marked in rendered:
+    written = rendered[len(before) : len(rendered) - len(closing)]
+    # Many templates trim an answer. Others change it, by leaving out thoughts, say.
+    is_kept = rendered == before + written + closing and written.strip() == guard.mark(response, is_answer=True).strip()
+    if is_kept and (before + written).startswith(opened):
+        return [*_encode_rest(tokenizer, guard, before + written + end, opened, prompt_ids), *after]
+    if is_kept and _without_opening(response, opened) == response:
         # The template writes the earlier turns or the assistant's opening in another way than in the prompt, such as
         # Mistral's system text, which is in the last turn of the user, and openings with "<think>".
-        before, _, closing = rendered.rpartition(marked)
         lead = _find_lead(before, opened, guard.mark(str(turns[-1].get("content") or "")))
-        ids = encode_parts(tokenizer, guard.split(lead + marked + closing), within=True)
-    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    for place, token in enumerate(ids):
-        if token in special and response.strip() in str(tokenizer.decode(ids[:place])):
-            return ids[: place + 1]
-    # The template changes the text, by leaving out thoughts, say: the text is encoded as it is, with the turn's end.
-    text = _without_opening(response, opened)
-    closing = render(guard.probe).rpartition(guard.probe)[2]
-    names = [closing[start:end] for start, end in guard.find_names(closing)]
-    end = tokenizer.convert_tokens_to_ids(names[0]) if names else eos
-    return [*encode_parts(tokenizer, guard.split(guard.mark(text)), within=True), int(end)]  # type: ignore[arg-type]
+        return [*encode_parts(tokenizer, guard.split(lead + written + end), within=True), *after]
+    text = guard.mark(_without_opening(response, opened), is_answer=True)
+    return [*encode_parts(tokenizer, guard.split(text + end), within=True), *after]
 
 
 _TAG_AT_END = re.compile(r"(<[^<>\s]+>)(\s*)\Z")
+
+
+def _find_end(tokenizer: PreTrainedTokenizerBase, text: str, names: Sequence[tuple[int, int]]) -> int | None:
+    """Return where the special token that ends a turn ends in a text; ``None`` without names.
+
+    Names may follow each other directly: Cohere's templates end the answer and then the turn. The EOS token among such
+    names ends the turn, or the first name if none is the EOS token.
+
+    Args:
+        tokenizer: The tokenizer.
+        text: The text.
+        names: Start and end of the special tokens' names after the answer.
+    """
+    if not names:
+        return None
+    run = [names[0]]
+    for name in names[1:]:
+        if name[0] == run[-1][1]:
+            run.append(name)
+    ends = [tokenizer.eos_token_id, *tokenizer.init_kwargs.get(EOS_IDS, ())]
+    chosen = (end for start, end in run if tokenizer.convert_tokens_to_ids(text[start:end]) in ends)
+    return next(chosen, run[0][1])
 
 
 def _find_lead(before: str, opened: str, query: str) -> str:
@@ -165,7 +183,8 @@ def _without_opening(response: str, opened: str) -> str:
     text = response.lstrip()
     if tag is None or not text.startswith(tag[1]):
         return response
-    return text[len(tag[1]) :].removeprefix(tag[2])
+    text = text[len(tag[1]) :]
+    return text[len(commonprefix([text, tag[2]])) :]  # noqa: RUF071 - no paths
 
 
 def _encode_answer(
@@ -212,7 +231,7 @@ def _encode_answer(
     before, _, closing = render({"role": "assistant", "content": guard.probe}).partition(guard.probe)
     num_common = len(commonprefix([rendered[::-1], closing[::-1]]))  # noqa: RUF071 - no paths
     ends = guard.find_names(rendered)
-    end = next((end for start, end in ends if start >= len(rendered) - num_common), None)
+    end = _find_end(tokenizer, rendered, [name for name in ends if name[0] >= len(rendered) - num_common])
     if end is None and ends and not rendered[ends[-1][1] :].strip():
         end = ends[-1][1]  # calls may end with another token than text, such as <|eom_id|>
     text = rendered[: len(rendered) - num_common if end is None else end]

@@ -1,6 +1,7 @@
 """Renders conversations as text with a chat template or a prompt template.
 
 Special tokens' names in text from users and data sets are marked, because only a template may write special tokens.
+Tags of thoughts in the assistant's turns are an exception.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from refusion_lit.modeling.chat_template import get_chat_options
+from refusion_lit.modeling.chat_template import find_thought_tags, get_chat_options, join_templates
 from refusion_lit.tasks.base import MORE_THAN_TEXT
 from refusion_lit.utils.require import require
 
@@ -78,7 +80,7 @@ def render_turns(
         fix = "leave out the other turns, or use a tokenizer with a chat template"
         require(len(turns) == 1, "messages", expected, f"turns of {roles}", fix)
         return prompt_template.replace("{query}", guard.mark(str(turns[0].get("content") or "")))
-    marked: Any = _map_texts(guard.mark, list(turns))
+    marked: Any = [_map_texts(partial(guard.mark, is_answer=turn["role"] == "assistant"), dict(turn)) for turn in turns]
     options: dict[str, Any] = {**get_chat_options(tokenizer), **(chat_options or {})}
     if tools:
         options["tools"] = _map_texts(guard.mark, list(tools))
@@ -233,6 +235,8 @@ class NameGuard:
         added = tokenizer.added_tokens_decoder.values()
         names = sorted((token.content for token in added if token.special), key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        tags = find_thought_tags(tokenizer.chat_template)
+        self._tags = {*tags} if tags[1] in join_templates(tokenizer.chat_template) else set()
         used = set().union(*texts)
         # Unicode reserves code points from U+FDD0 on for internal use; texts rarely contain them.
         free = (mark for mark in map(chr, range(0xFDD0, sys.maxunicode)) if mark not in used)
@@ -241,9 +245,16 @@ class NameGuard:
         self.probe = next(free)
         """A character that no text contains."""
 
-    def mark(self, text: str) -> str:
-        """Mark special tokens' names in a text."""
-        return self._names.sub(lambda name: f"{self._open}{name[0]}{self._close}", text)
+    def mark(self, text: str, *, is_answer: bool = False) -> str:
+        """Mark special tokens' names in a text.
+
+        Args:
+            text: The text.
+            is_answer: Whether the assistant wrote the text. Tags of thoughts that the chat template names then stay
+                without marks: templates look for the tags, and models write them as tokens.
+        """
+        kept = self._tags if is_answer else ()
+        return self._names.sub(lambda name: name[0] if name[0] in kept else self._open + name[0] + self._close, text)
 
     def find_names(self, rendered: str) -> list[tuple[int, int]]:
         """Return start and end of the names that mean special tokens."""

@@ -79,6 +79,20 @@ def effort_options(tokenizer: Any, effort: str | None) -> dict[str, Any]:  # noq
     return {name: value for name, value in options.items() if name in known}
 
 
+def find_thought_tags(chat_template: object) -> tuple[str, str]:
+    """Return the tags around a model's thoughts: Mistral's if the chat template has them, otherwise ``<think>``.
+
+    Args:
+        chat_template: The template, or templates by name, as tokenizers have them.
+    """
+    return ("[THINK]", "[/THINK]") if "[THINK]" in join_templates(chat_template) else ("<think>", "</think>")
+
+
+def join_templates(chat_template: object) -> str:
+    """Return a template's text, or all templates' text."""
+    return "\n".join(map(str, chat_template.values())) if isinstance(chat_template, Mapping) else str(chat_template)
+
+
 def _names_in(template: str | Mapping[str, str]) -> set[str]:
     """Return the names that a chat template reads and does not assign, without what transformers gives to all."""
     sources = [template] if isinstance(template, str) else [*template.values()]

@@ -25,13 +25,12 @@ from refusion_lit.constraints.tool_calls import (
     Piece,
     ThoughtPiece,
     ToolFormat,
-    find_thought_tags,
     find_tool_format,
 )
 from refusion_lit.data.encoding import encode_plain_prompt
 from refusion_lit.engine.checks import check_prompts
 from refusion_lit.engine.stopping import TextStream
-from refusion_lit.modeling.chat_template import effort_options
+from refusion_lit.modeling.chat_template import effort_options, find_thought_tags
 from refusion_lit.serving.protocol import (
     ChatRequest,
     CompletionRequest,
