@@ -20,6 +20,7 @@ from refusion_lit.decoding import (
     Generation,
     KeptCache,
     ModelMismatchError,
+    check_context,
     check_model,
     decode,
     default_decoder,
@@ -29,9 +30,30 @@ from refusion_lit.engine.checks import check_arguments
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.load import ModelPlan
 from refusion_lit.modeling.vocabulary import vocabulary_size
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require, require_template
+
+
+def check_plan(
+    plan: ModelPlan, decoder: Decoder | None, lengths: Sequence[tuple[int, str]], sampling: SamplingParams
+) -> None:
+    """Refuse prompts that leave no room for the response in a model's context, before its weights are read.
+
+    Args:
+        plan: What is known of the model.
+        decoder: The decoder; ``None``: the model's default decoder.
+        lengths: Pairs: a prompt's number of tokens, its id.
+        sampling: Gives the response's maximum length.
+
+    Raises:
+        ValueError: Naming the longest prompt.
+    """
+    if decoder is None:
+        decoder = default_decoder(plan.traits, plan.entry.get("decoder"), drafts=plan.has_drafter).fitted(sampling)
+    if not decoder.requirements().mismatches(plan.traits):  # another model is refused with the decoder that fits it
+        check_context(plan, lengths, sampling.max_new_tokens, decoder)
 
 
 class TextModel:

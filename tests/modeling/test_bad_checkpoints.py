@@ -17,6 +17,7 @@ import refusion_lit
 from refusion_lit.cli import main
 from refusion_lit.decoding import decode
 from refusion_lit.modeling import weights as loading
+from refusion_lit.modeling.vocabulary import get_add_bos
 from refusion_lit.types import Prompt, SamplingParams
 from support.published import MODELS, PUBLISHED_2026
 
@@ -361,3 +362,54 @@ def test_a_prompt_beyond_the_context_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=reason) as info:
         decode(model.backbone, model.default_decoder, [prompt], sampling)
     assert "\n" not in str(info.value)
+
+
+def command(capfd: pytest.CaptureFixture[str], *args: str) -> str:
+    """Return the one line of a command that is refused."""
+    capfd.readouterr()
+    assert main([*args]) == 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != ASSISTANT])
+@pytest.mark.parametrize("given", ["max_new_tokens", "prompt"])
+def test_texts_beyond_the_context_are_refused_before_weights_are_read(
+    name: str, given: str, tmp_path: Path, no_weights: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    context = text_options(config(name))["max_position_embeddings"]
+    length = context if given == "max_new_tokens" else context - 3
+    options = [f"--ckpt_path={MODELS[name]}", f"--max_new_tokens={length}"]
+    assert given in command(capfd, "generate", *options, "--prompt=12+34>")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("1>\n12+34>\n")
+    expected = "prompt 1" if given == "prompt" else "max_new_tokens"
+    assert expected in command(capfd, "generate", *options, f"--prompts={prompts}")
+    assert given in command(capfd, "trace", *options, "--prompt=12+34>", f"--output={tmp_path / 'trace.html'}")
+    if given == "max_new_tokens":
+        assert "max_new_tokens" in command(capfd, "chat", *options)
+        answer = f"--max_answer_tokens={length}"
+        assert "max_new_tokens" in command(capfd, "serve", *options, answer, "--port=0")
+
+
+@pytest.mark.parametrize("subcommand", ["test", "predict"])
+def test_a_test_beyond_the_context_is_refused_before_weights_are_read(
+    subcommand: str, tmp_path: Path, no_weights: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source, task = f"--ckpt_path={MODELS['sdar-tiny']}", ["--data.task=Additions", "--data.task.num_test=2"]
+    options = [f"--model.sampling.max_new_tokens={505}", f"--trainer.default_root_dir={tmp_path}"]
+    assert "context of 512" in command(capfd, subcommand, source, *task, *options)
+
+
+def test_what_loading_sets_in_the_tokenizer_is_set_before_weights_are_read(no_weights: None) -> None:
+    plans = []
+
+    def check(plan: Any) -> None:
+        plans.append(plan)
+        raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        refusion_lit.load(TARGET, add_bos=False, check=check)
+    assert get_add_bos(plans[0].tokenizer) is False
+    assert plans[0].context(in_text_order=True) == config(TARGET.name)["max_position_embeddings"]

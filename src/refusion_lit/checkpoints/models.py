@@ -27,7 +27,15 @@ from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.block_drafter import FOLDER
 from refusion_lit.modeling.chat_template import set_chat_options
 from refusion_lit.modeling.drafter import OPTIONS_FILE, WEIGHTS_FILE, check_draft, load_drafter
-from refusion_lit.modeling.load import BackboneConfig, DType, attach, decoding_dtype, default_device
+from refusion_lit.modeling.load import (
+    BackboneConfig,
+    CheckPlan,
+    DType,
+    ModelPlan,
+    attach,
+    decoding_dtype,
+    default_device,
+)
 from refusion_lit.modeling.lora import merged, untie
 from refusion_lit.modeling.saving import HAS_DRAFTER
 from refusion_lit.modeling.source import ModelSource
@@ -52,6 +60,7 @@ def load(
     verifier: str | Path | None = None,
     add_bos: AddBos | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    check: CheckPlan | None = None,
 ) -> TextModel:
     """Load a model with its tokenizer for inference. A checkpoint's adapters are merged into its weights.
 
@@ -73,6 +82,7 @@ def load(
             ``None``: as stored with the model, else ``auto``.
         chat_template_kwargs: Chat template options, such as ``{"enable_thinking": False}``. ``None``: as stored
             with the model, else none.
+        check: Called with config, tokenizer and traits before weights are read; raises an error to refuse the model.
 
     Raises:
         ValueError: If the model cannot be loaded, or its chat template does not read an option.
@@ -91,17 +101,23 @@ def load(
     require(isinstance(overrides, BackboneConfig | None), "overrides", "a BackboneConfig", overrides, "create one")
     code: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     options = replace(overrides or BackboneConfig(source=source), source=source, dtype=dtype, **code)
+
+    def check_first(plan: ModelPlan) -> None:
+        if add_bos is not None:
+            set_add_bos(plan.tokenizer, add_bos)
+        if chat_template_kwargs is not None:
+            set_chat_options(plan.tokenizer, chat_template_kwargs)
+        if check is not None:
+            drafts = plan.has_drafter or draft is not None or bool(plan.entry.get(HAS_DRAFTER))
+            check(replace(plan, has_drafter=drafts))
+
     if is_checkpoint_file(source):
-        model = _from_checkpoint(source, options, device)
+        model = _from_checkpoint(source, options, device, check_first)
     else:
-        model = _from_directory(options, device, draft)
+        model = _from_directory(options, device, draft, check_first)
         stored = getattr(model.backbone.config, "refusion_lit", None) or {}
         if draft is None and stored.get(HAS_DRAFTER):
             draft = own_draft(source, revision, stored)
-    if add_bos is not None:
-        set_add_bos(model.tokenizer, add_bos)
-    if chat_template_kwargs is not None:
-        set_chat_options(model.tokenizer, chat_template_kwargs)
     if draft is not None:
         attach(model.backbone, load_drafter(model.backbone.body, draft))
     model.backbone.to(device).eval()
@@ -192,9 +208,9 @@ def _device(name: str | torch.device) -> torch.device:
     return device
 
 
-def _from_checkpoint(source: str, options: BackboneConfig, device: torch.device) -> TextModel:
+def _from_checkpoint(source: str, options: BackboneConfig, device: torch.device, check: CheckPlan) -> TextModel:
     """Return a checkpoint's model, with merged adapters."""
-    model = load_checkpoint(source, options, device)
+    model = load_checkpoint(source, options, device, check)
     adapted = model.backbone
     model.backbone = Backbone(
         merged(adapted.model),
@@ -208,7 +224,9 @@ def _from_checkpoint(source: str, options: BackboneConfig, device: torch.device)
     return model
 
 
-def _from_directory(options: BackboneConfig, device: torch.device, draft: str | Path | None) -> TextModel:
+def _from_directory(
+    options: BackboneConfig, device: torch.device, draft: str | Path | None, check: CheckPlan
+) -> TextModel:
     """Return the model of a Hugging Face directory or a hub id, without a drafter; refuse a draft of another model."""
     source = options.open_source("ckpt_path")
     config = source.config  # refuses an unknown architecture before its tokenizer
@@ -218,7 +236,9 @@ def _from_directory(options: BackboneConfig, device: torch.device, draft: str | 
     tokenizer = load_tokenizer(source)
     if draft is not None:
         check_draft(draft, config, tokenizer.get_vocab())
-    backbone = options.build(tokenizer, source=source)
+    backbone = options.build(
+        tokenizer, source=source, check=lambda plan: check(replace(plan, prompt_template=prompt_template))
+    )
     stored = getattr(backbone.config, "refusion_lit", None) or {}
     stated = stored.get("attention")
     is_kept = None in (stated, options.attention) or stated == options.attention
@@ -227,7 +247,10 @@ def _from_directory(options: BackboneConfig, device: torch.device, draft: str | 
 
 
 def load_checkpoint(
-    path: str | Path, options: BackboneConfig | None = None, device: str | torch.device = "cpu"
+    path: str | Path,
+    options: BackboneConfig | None = None,
+    device: str | torch.device = "cpu",
+    check: CheckPlan | None = None,
 ) -> TextModel:
     """Rebuild a checkpoint's model as it was trained, with its adapters unmerged.
 
@@ -236,6 +259,7 @@ def load_checkpoint(
         options: Gives ``dtype`` and ``attn_implementation``; ``attention`` and ``block_size`` are ``None`` or equal
             the stored values.
         device: Device of the model, for a ``dtype`` of ``auto``.
+        check: See :func:`load`.
 
     Raises:
         ValueError: If the checkpoint cannot be read, its weights do not fit its metadata, or it was trained with
@@ -250,7 +274,7 @@ def load_checkpoint(
     tokenizer = tokenizer_from_files(metadata.tokenizer_files, path)
     if options is not None and options.dtype == "auto":
         options = replace(options, dtype=decoding_dtype(metadata.architecture, device))
-    backbone = _rebuild(metadata, tokenizer, options)
+    backbone = _rebuild(metadata, tokenizer, options, check)
     if is_sharded_checkpoint(path):
         load_sharded(path, {_WEIGHTS_PREFIX + name: tensor for name, tensor in backbone.state_dict().items()})
         check_finite_weights(backbone.state_dict(), path)
@@ -291,13 +315,21 @@ def restore_metadata(
 
 
 def _rebuild(
-    metadata: CheckpointMetadata, tokenizer: PreTrainedTokenizerBase, options: BackboneConfig | None
+    metadata: CheckpointMetadata,
+    tokenizer: PreTrainedTokenizerBase,
+    options: BackboneConfig | None,
+    check: CheckPlan | None = None,
 ) -> Backbone:
     """Build the model that the metadata describes, with random weights."""
+
+    def check_first(plan: ModelPlan) -> None:
+        if check is not None:
+            check(replace(plan, traits=metadata.traits, prompt_template=metadata.prompt_template))
+
     config = metadata.backbone_config()
     if options is not None:
         config = replace(config, dtype=options.dtype, attn_implementation=options.attn_implementation)
-    backbone = config.build(tokenizer, seed=0)  # leaves the global generator as it is
+    backbone = config.build(tokenizer, seed=0, check=check_first)  # leaves the global generator as it is
     backbone.traits = metadata.traits
     backbone.adapters = metadata.adapters
     if backbone.drafter is not None and metadata.drafter is not None:

@@ -77,7 +77,7 @@ def run(args: list[str]) -> int:
 def _print_answer(options: Namespace) -> None:
     templates = None if options.template is None else [read_template(options.template)]
     schema = _read_schema(options.json_schema)
-    setup = load_setup(options)
+    setup = load_setup(options, {"0": options.prompt})
     setup.model.generate(
         [options.prompt],
         decoder=setup.decoder,
@@ -124,10 +124,9 @@ def _write_answers(options: Namespace) -> None:
     _check_output(options)
     requests = _read_requests(options)
     schema = _read_schema(options.json_schema)
-    setup = load_setup(options)
-    model, decoder = setup.model, type(setup.decoder).__name__
-    token_ids = {request.id: model.encode(request.prompt) for request in requests}
-    _check_requests(requests, token_ids, schema, setup)
+    setup = load_setup(options, {request.id: request.prompt for request in requests})
+    model, decoder, token_ids = setup.model, type(setup.decoder).__name__, setup.token_ids
+    _check_requests(requests, schema, setup)
     rules = {request.id: request.template or schema for request in requests}
     contents = {name: (tokens, rules[name]) if rules[name] else tokens for name, tokens in token_ids.items()}
     fingerprint = predictions_fingerprint(model, setup.decoder, setup.sampling, contents.items())
@@ -200,7 +199,7 @@ def _read_requests(options: Namespace) -> list[PromptRequest]:
     return requests
 
 
-def _check_requests(requests: list[PromptRequest], token_ids: dict[str, list[int]], schema: Any, setup: Setup) -> None:  # noqa: ANN401 - any JSON value
+def _check_requests(requests: list[PromptRequest], schema: Any, setup: Setup) -> None:  # noqa: ANN401 - any JSON value
     """Check that model and decoder can answer all prompts.
 
     Raises:
@@ -212,7 +211,7 @@ def _check_requests(requests: list[PromptRequest], token_ids: dict[str, list[int
         prompt
         for request in requests
         for prompt in candidates(
-            Prompt(token_ids=tuple(token_ids[request.id]), id=request.id), request.template, model.tokenizer
+            Prompt(token_ids=tuple(setup.token_ids[request.id]), id=request.id), request.template, model.tokenizer
         )
     ]
     if schema is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from jsonargparse import Namespace
@@ -20,6 +20,7 @@ from refusion_lit.types import DecodingOptions, SamplingParams
 from refusion_lit.utils.require import require
 
 if TYPE_CHECKING:
+    from refusion_lit.modeling.load import CheckPlan, ModelPlan
     from refusion_lit.text_model import TextModel
 
 T = TypeVar("T")
@@ -147,8 +148,12 @@ def build_sampling(options: Namespace) -> SamplingParams:
     return sampling
 
 
-def load_model(options: Namespace) -> TextModel:
+def load_model(options: Namespace, check: CheckPlan | None = None) -> TextModel:
     """Load the model that a command's options name, and print its size.
+
+    Args:
+        options: The command's options.
+        check: Called before weights are read; see :func:`refusion_lit.load`.
 
     Raises:
         ValueError: If the model cannot be loaded, or a verifier is named that the decoder does not use.
@@ -165,7 +170,7 @@ def load_model(options: Namespace) -> TextModel:
     names = ("checkpoint_format", "attention", "block_size", "batch_invariant")
     overrides = BackboneConfig(source=path, **{name: options[name] for name in names})
     names = ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier", "add_bos", "chat_template_kwargs")
-    model = load(path, overrides=overrides, **{name: options[name] for name in names})
+    model = load(path, overrides=overrides, check=check, **{name: options[name] for name in names})
     size = sum(weights.numel() for weights in model.backbone.parameters())
     number = f"{size / 1e6:.1f} million" if size >= 1e5 else f"{size / 1e3:.1f} thousand"
     kind = str(model.backbone.head.weight.dtype).removeprefix("torch.")
@@ -183,12 +188,14 @@ class Setup:
         decoder: The decoder in the options, or the model's default decoder, fitted to the length limit.
         sampling: Length limit, sampling options and stop strings.
         decoding: How prompts are batched and decoded.
+        token_ids: Tokens of the prompts that the command knows, by id.
     """
 
     model: TextModel
     decoder: Decoder
     sampling: SamplingParams
     decoding: DecodingOptions
+    token_ids: dict[str, list[int]] = field(default_factory=dict)
 
     def check(self) -> None:
         """Check that the model fits the decoder and the length limit, for commands whose prompts come later.
@@ -200,19 +207,34 @@ class Setup:
         check_context(self.model.model_for(self.decoder), [(1, "0")], self.sampling.max_new_tokens, self.decoder)
 
 
-def load_setup(options: Namespace) -> Setup:
-    """Check sampling and decoding options, and load the model.
+def load_setup(options: Namespace, prompts: Mapping[str, str] | None = None) -> Setup:
+    """Check sampling and decoding options and the prompts' lengths, and load the model.
 
     Decoding checks whether the model fits the decoder; :meth:`Setup.check` does this earlier.
 
+    Args:
+        options: The command's options.
+        prompts: Prompts by id, for commands that know them.
+
     Raises:
-        ValueError: If an option is impossible, or the model cannot be loaded.
+        ValueError: If an option is impossible, a prompt is too long, or the model cannot be loaded.
     """
+    from refusion_lit.data.conversations import encode_prompt
+    from refusion_lit.text_model import check_plan
+
     sampling = build_sampling(options)
     decoding = build_options(DecodingOptions, options)
-    model = load_model(options)
+    token_ids: dict[str, list[int]] = {}
+
+    def check(plan: ModelPlan) -> None:
+        for name, prompt in (prompts or {}).items():
+            token_ids[name] = encode_prompt(plan.tokenizer, prompt, plan.prompt_template)
+        lengths = [(len(tokens), name) for name, tokens in token_ids.items()] or [(1, "0")]
+        check_plan(plan, options.decoder, lengths, sampling)
+
+    model = load_model(options, check)
     decoder = options.decoder or model.default_decoder.fitted(sampling)
-    return Setup(model, decoder, sampling, decoding)
+    return Setup(model, decoder, sampling, decoding, token_ids)
 
 
 def build_options(kind: type[T], options: Namespace, **others: object) -> T:

@@ -41,7 +41,7 @@ def run(args: list[str]) -> int:
     if options.trace_file is not None:
         trace = read_trace(options.trace_file)
     else:
-        setup = load_setup(options)
+        setup = load_setup(options, {"0": options.prompt})
         _, trace = record_trace(setup.model, options.prompt, setup.decoder, setup.sampling, **vars(setup.decoding))
     console = Console()
     console.print(Text(f"decoder: {visible(trace.decoder)}"))

@@ -12,7 +12,7 @@ from typing import Any
 from refusion_lit.engine.decoder import Decoder
 from refusion_lit.engine.kept_cache import KeptCache
 from refusion_lit.engine.output import GenerationCallback
-from refusion_lit.modeling.interface import LanguageModel
+from refusion_lit.modeling.interface import LanguageModel, TextLimits
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
@@ -86,7 +86,7 @@ def check_model(
 
 
 def check_context(
-    model: LanguageModel,
+    model: TextLimits,
     lengths: Sequence[tuple[int, str]],
     max_new_tokens: int,
     decoder: Decoder | None = None,
@@ -94,7 +94,7 @@ def check_context(
     """Refuse prompts that leave no room for the response in the model's context.
 
     Args:
-        model: The model.
+        model: The model, or its limits alone.
         lengths: Pairs: a prompt's number of tokens, its id.
         max_new_tokens: The response's maximum length.
         decoder: The decoder; ``None``: texts are read in one pass, causally.

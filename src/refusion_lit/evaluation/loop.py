@@ -27,6 +27,7 @@ from refusion_lit.evaluation.predictions import (
 )
 from refusion_lit.metrics import DecodingMetrics
 from refusion_lit.modeling.fsdp import gather
+from refusion_lit.modeling.load import ModelPlan
 from refusion_lit.reports.results import (
     RESULTS,
     environment,
@@ -41,7 +42,7 @@ from refusion_lit.reports.runs import Run, parse_predictions
 from refusion_lit.reports.tables import decoder_table
 from refusion_lit.reports.write import report_results
 from refusion_lit.tasks.base import Task, score_response
-from refusion_lit.text_model import TextModel
+from refusion_lit.text_model import TextModel, check_plan
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.errors import NothingToDoError, error_reason
 from refusion_lit.utils.files import Fingerprint, meta_path, read_object, write_atomically
@@ -193,6 +194,20 @@ class Evaluation(L.Callback):
             return self.named
         decoder = model.default_decoder.fitted(self.sampling)
         return {type(decoder).__name__.lower(): decoder}
+
+    def check_plan(self, plan: ModelPlan, prompts: Sequence[Prompt]) -> None:
+        """Refuse prompts that leave no room for the response in a model's context, before its weights are read.
+
+        Args:
+            plan: What is known of the model.
+            prompts: The prompts to decode.
+
+        Raises:
+            ValueError: Naming the longest prompt.
+        """
+        lengths = [(len(prompt.token_ids) + prompt.num_uncounted, prompt.id) for prompt in prompts]
+        for decoder in self.named.values() or (None,):
+            check_plan(plan, decoder, lengths, self.sampling)
 
     def decode(
         self,

@@ -14,25 +14,17 @@ from refusion_lit.modeling.visibility import AttentionMask
 from refusion_lit.types import ModelTraits, SpecialTokens
 
 
-class LanguageModel(ABC):
-    """A transformer body and a linear head; separate calls allow computing logits at the requested positions only.
+class TextLimits:
+    """How long a model's texts may be.
 
     Attributes:
-        traits: What the model was trained to do.
-        special_tokens: Its special ids.
-        max_positions: Length of its context; ``None`` if it has no limit.
-        image_token_ids: Ids that stand for images, which are not read.
+        max_positions: Length of the context; ``None`` if it has no limit.
         window: Number of tokens that layers with a sliding window see, which limits the length of texts that are not
             computed in text order; ``None`` without such layers.
-        learns_positions: Whether no position beyond its context can be computed, as with learnt position embeddings.
     """
 
-    traits: ModelTraits
-    special_tokens: SpecialTokens
     max_positions: int | None = None
     window: int | None = None
-    learns_positions: bool = False
-    image_token_ids: tuple[int, ...] = ()
 
     def context(self, *, in_text_order: bool) -> int | None:
         """Return the maximum text length; ``None`` without a limit.
@@ -42,6 +34,22 @@ class LanguageModel(ABC):
         """
         limits = (self.max_positions, None if in_text_order else self.window)
         return min((limit for limit in limits if limit is not None), default=None)
+
+
+class LanguageModel(TextLimits, ABC):
+    """A transformer body and a linear head; separate calls allow computing logits at the requested positions only.
+
+    Attributes:
+        traits: What the model was trained to do.
+        special_tokens: Its special ids.
+        image_token_ids: Ids that stand for images, which are not read.
+        learns_positions: Whether no position beyond its context can be computed, as with learnt position embeddings.
+    """
+
+    traits: ModelTraits
+    special_tokens: SpecialTokens
+    learns_positions: bool = False
+    image_token_ids: tuple[int, ...] = ()
 
     @property
     @abstractmethod

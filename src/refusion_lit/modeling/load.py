@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -12,9 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone, get_body
 from refusion_lit.modeling.block_drafter import BlockDrafter, BlockDrafterOptions
-from refusion_lit.modeling.config import new_config, read_traits
+from refusion_lit.modeling.config import new_config, read_traits, sliding_window
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions, check_draft, load_drafter
 from refusion_lit.modeling.fused.body import is_known
+from refusion_lit.modeling.interface import TextLimits
 from refusion_lit.modeling.lora import Adapters, LoraOptions, add_adapters
 from refusion_lit.modeling.source import ModelSource
 from refusion_lit.modeling.vocabulary import fit_vocabulary, mask_is_untrained, read_special_tokens
@@ -24,6 +25,33 @@ from refusion_lit.utils.require import require
 
 AttentionImplementation = Literal["sdpa", "flex_attention"]
 DType = Literal["float32", "float64", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan(TextLimits):
+    """What config and tokenizer say about a model whose weights are not read yet, for checks.
+
+    Attributes:
+        max_positions: See :class:`~refusion_lit.modeling.interface.TextLimits`.
+        window: See there.
+        traits: What the model was trained to do.
+        tokenizer: The tokenizer.
+        entry: The entry ``refusion_lit`` of the config, which may name a decoder.
+        prompt_template: Turns a query into a prompt if the tokenizer has no chat template.
+        has_drafter: Whether the model gets a drafter.
+    """
+
+    max_positions: int | None
+    window: int | None
+    traits: ModelTraits
+    tokenizer: PreTrainedTokenizerBase
+    entry: Mapping[str, Any]
+    prompt_template: str = "{query}"
+    has_drafter: bool = False
+
+
+CheckPlan = Callable[[ModelPlan], None]
+"""Raises an error for users if a model does not fit what a program wants to do with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +158,7 @@ class BackboneConfig:
         seed: int | None = None,
         source: ModelSource | None = None,
         is_sharded: bool = False,
+        check: CheckPlan | None = None,
     ) -> Backbone:
         """Build the backbone for a tokenizer.
 
@@ -140,9 +169,10 @@ class BackboneConfig:
             seed: Seeds random weights without changing the global generator's state.
             source: The source, if the caller has opened it already.
             is_sharded: Whether the caller will shard the weights over processes.
+            check: Called before weights are read or drawn.
 
         Raises:
-            ValueError: If the source cannot be loaded or is not supported.
+            ValueError: If the source cannot be loaded or is not supported, or by ``check``.
         """
         if source is None and self.source is not None:
             source = self.open_source()
@@ -154,6 +184,17 @@ class BackboneConfig:
             check_draft(self.draft, config, tokenizer.get_vocab())
         dtype, attention = getattr(torch, name), self.attn_implementation
         traits = _choose_traits(self, config, tokenizer)
+        if check is not None:
+            text = config.get_text_config()
+            plan = ModelPlan(
+                max_positions=getattr(text, "max_position_embeddings", None),
+                window=sliding_window(text),
+                traits=traits,
+                tokenizer=tokenizer,
+                entry=getattr(config, "refusion_lit", None) or {},
+                has_drafter=any(part is not None for part in (self.drafter, self.block_drafter, self.draft)),
+            )
+            check(plan)
         with torch.random.fork_rng(devices=(), enabled=seed is not None):
             if seed is not None:
                 torch.default_generator.manual_seed(seed)  # the CPU draws all initial weights

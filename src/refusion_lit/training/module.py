@@ -135,7 +135,13 @@ class SlotDiffusionModule(L.LightningModule):
         if self._trainer is not None:
             warn_of_slow_precision(str(self.trainer.precision), self.trainer.strategy.root_device)
         is_sharded = self.device_mesh is not None
-        self.backbone = self.backbone_config.build(self.tokenizer, seed=self.seed, is_sharded=is_sharded)
+        check = None
+        decodes = self._trainer is not None and (self.trainer.testing or self.trainer.predicting)
+        # A checkpoint's traits are known when its weights are.
+        if decodes and isinstance(data, InstructionDataModule) and not self.trainer.ckpt_path:
+            check = partial(self.evaluation.check_plan, prompts=PromptBatch(data.test_prompts()).prompts)
+        options: dict[str, Any] = {"seed": self.seed, "is_sharded": is_sharded, "check": check}
+        self.backbone = self.backbone_config.build(self.tokenizer, **options)
         if self.device_mesh is not None:
             mixed = self.trainer.precision == "bf16-mixed"
             shard(self.backbone, self.device_mesh["data_parallel"], compute_dtype=torch.bfloat16 if mixed else None)
