@@ -93,9 +93,9 @@ def slide(
 
 
 def fill_blocks(
-    model: Backbone, prompt: Text, length: int, *, size: int, threshold: float | None
+    model: Backbone, prompt: Text, length: int, *, size: int, threshold: float | None, temperature: float
 ) -> tuple[list[int], int]:
-    """Complete blocks one after another; probabilities decide."""
+    """Complete blocks one after another; probabilities of logits over a temperature decide."""
     text, num_forwards, start = dict(enumerate(prompt)), 0, len(prompt)
     for begin in range(start, start + length, size):
         block = range(begin, min(begin + size, start + length))
@@ -105,7 +105,7 @@ def fill_blocks(
                 return cut(known, ENDS), num_forwards
             scores = read_masks(model, text, masks)
             num_forwards += 1
-            best = scores.exp().max(-1).values.tolist()
+            best = (scores / temperature).softmax(-1).max(-1).values.tolist()
             chosen = [i for i, value in enumerate(best) if threshold is not None and value >= threshold]
             for i in chosen or [best.index(max(best))]:
                 text[masks[i]] = int(scores[i].argmax())
@@ -130,15 +130,17 @@ def test_a_sliding_window(
 @settings(max_examples=examples(120), deadline=None)
 @given(
     model=MODELS, prompts=TEXTS, length=st.integers(1, 18), size=st.integers(1, 9),
-    threshold=st.sampled_from([None, 0.0, 0.3, 0.6, 0.9]),
+    threshold=st.sampled_from([None, 0.0, 0.3, 0.6, 0.9]), temperature=st.sampled_from([0.25, 0.5, 1.0, 1.5, 4.0]),
 )  # fmt: skip
 @torch.no_grad()
 def test_blocks_by_confidence(
-    model: Backbone, prompts: list[Text], length: int, size: int, threshold: float | None
+    model: Backbone, prompts: list[Text], length: int, size: int, threshold: float | None, temperature: float
 ) -> None:
-    decoder = WeDLM(selection="confidence", window_size=size, confidence_threshold=threshold)
+    options = {"confidence_threshold": threshold, "confidence_temperature": temperature}
+    decoder = WeDLM(selection="confidence", window_size=size, **options)
+    rule = {"size": size, "threshold": threshold, "temperature": temperature}
     for tokens, row in zip(prompts, decode_batch(model, decoder, prompts, length), strict=True):
-        assert (row.token_ids, row.num_forwards) == fill_blocks(model, tokens, length, size=size, threshold=threshold)
+        assert (row.token_ids, row.num_forwards) == fill_blocks(model, tokens, length, **rule)
 
 
 # UniformDiffusion, on a model that reads a canvas without self-conditioning.

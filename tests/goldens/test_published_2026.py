@@ -135,24 +135,21 @@ NEVER = 31
     with_batch_sizes(list_settings("wedlm_generate", "wedlm_qwen2_generate")),
 )
 def test_generate_wedlm(name: str, setting: int, batch_size: int) -> None:
-    """The program ignores EOS tokens.
-
-    In settings 7 and 8, it divides the logits by a temperature and draws nothing: a head with divided logits.
-    """
+    """The program ignores EOS tokens; in settings 7 and 8, it divides the logits by a temperature and draws nothing."""
     golden = reference(name)
     options = golden["settings"][setting]
     runs = select_runs(name, setting, batch_size)
     threshold = options["confidence_threshold"] or None
-    decoder = WeDLM(selection="confidence", window_size=options["block_size"], confidence_threshold=threshold)
+    decoder = WeDLM(
+        selection="confidence",
+        window_size=options["block_size"],
+        confidence_threshold=threshold,
+        confidence_temperature=options["temperature"],
+    )
     sampling = SamplingParams(max_new_tokens=options["max_new_tokens"])
     eos = (golden["eos_token_id"],)
-    head, temperature = published_model(golden["model"]).backbone.model.lm_head, options["temperature"]
-    hook = head.register_forward_hook(lambda _module, _inputs, logits: logits / temperature)
-    try:
-        whole = decode_runs(name, runs, decoder, sampling, batch_size, (NEVER,))
-        ended = decode_runs(name, runs, decoder, sampling, batch_size, eos)
-    finally:
-        hook.remove()
+    whole = decode_runs(name, runs, decoder, sampling, batch_size, (NEVER,))
+    ended = decode_runs(name, runs, decoder, sampling, batch_size, eos)
     for run, row, short in zip(runs, whole, ended, strict=True):
         assert row.token_ids == run["output"]
         assert row.num_forwards == run["num_forwards"]

@@ -74,6 +74,7 @@ class Draw:
         guidance: Classifier-free guidance weight w in l_u + (w + 1)(l_c - l_u). The forward's first branch gives the
             conditional logits l_c, its second branch the unconditional logits l_u. ``None``: no guidance.
         confidence_forbidden: Ids that the softmax for the probabilities leaves out (LLaDA's EOS options).
+        confidence_temperature: Divides the logits for the probabilities alone; above 0 (WeDLM).
         statistic: Extra figure per draft: ``margin`` (difference of the two highest filtered probabilities),
             ``negative_entropy`` (filtered distribution, in nats), ``filtered`` (the token's probability after
             temperature, top-k and top-p), ``entropy`` (in nats, before temperature and filters). Ids that no decoder
@@ -92,6 +93,7 @@ class Draw:
     forbidden: tuple[int, ...] = ()
     guidance: float | None = None
     confidence_forbidden: tuple[int, ...] = ()
+    confidence_temperature: float = 1.0
     statistic: Statistic | None = None
     raw_statistic: bool = False
     top_p_first: bool = False

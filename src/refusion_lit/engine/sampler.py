@@ -279,6 +279,9 @@ class GroupSampler:
         """Return all ids' probabilities; changes ``logits``."""
         if self._draw.confidence_forbidden:
             logits.index_fill_(-1, to_device(self._draw.confidence_forbidden, logits.device), -math.inf)
+        if self._draw.confidence_temperature != 1:
+            # Subtract the maximum, which keeps the result finite at any temperature.
+            logits = (logits - logits.amax(-1, keepdim=True)) / self._draw.confidence_temperature
         return logits.softmax(-1)
 
     def _forbid_eos(self, logits: Tensor, rows: Sequence[int]) -> None:
@@ -290,6 +293,7 @@ def _is_greedy(job: SamplingJob) -> bool:
     """Whether a job is a greedy choice without guidance, extra figures, template and constraint: the fast path."""
     draw = job.draw
     is_bare = draw.guidance is None and not (draw.confidence_forbidden or draw.statistic or draw.denoises)
+    is_bare = is_bare and draw.confidence_temperature == 1
     is_free = job.constraint is None and None not in job.prompt.given
     return is_bare and is_free and draw.sampling.temperature == 0
 
@@ -301,8 +305,8 @@ def _group_key(job: SamplingJob) -> tuple[object, ...]:
         return draw.forbidden
     sampling = draw.sampling
     return (draw.forbidden, job.guide, bool(job.branch.proposals), sampling.temperature, sampling.top_p,
-            sampling.top_k, draw.guidance, draw.confidence_forbidden, draw.statistic, draw.raw_statistic,
-            draw.top_p_first, draw.denoises, draw.proposes)  # fmt: skip
+            sampling.top_k, draw.guidance, draw.confidence_forbidden, draw.confidence_temperature, draw.statistic,
+            draw.raw_statistic, draw.top_p_first, draw.denoises, draw.proposes)  # fmt: skip
 
 
 def _share_logprobs(group: Sequence[SamplingJob], logprobs: Tensor, num_drafts: int) -> None:

@@ -113,7 +113,7 @@ class WeDLM(Decoder):
     - The first forward computes the prompt and the first window, where the engine computes the prompt alone; no forward
       follows the completion of the text. So an engine run has two forwards more.
     - Decoding stops at the first EOS token, where ``generate_wedlm`` goes on. Its ``temperature``, which changes
-      confidences but draws nothing, has no counterpart.
+      confidences but draws nothing, is ``confidence_temperature`` here.
     - Temperature acts before top-p, not after; the mask token is never drawn.
     - As in the engine, the forward that caches leading tokens also refills the window; in the paper's algorithm the
       refill comes after it.
@@ -129,6 +129,8 @@ class WeDLM(Decoder):
             ``wedlm_pos_penalty_factor``), at least 0. The paper's tables use 0.1.
         confidence_threshold: For ``confidence``: fill masks whose token has at least this probability, in [0, 1], and
             always the best mask. ``None``: a token per forward (0.0 in ``generate_wedlm``).
+        confidence_temperature: For ``confidence``: divides the logits before the probabilities are compared with
+            ``confidence_threshold``, above 0 (``temperature`` of ``generate_wedlm``); it draws nothing.
 
     >>> import refusion_lit
     >>> model = refusion_lit.load("tests/goldens/published_2026/models/wedlm-tiny")
@@ -147,12 +149,14 @@ class WeDLM(Decoder):
         "entropy_threshold": "[-inf, inf]",
         "position_penalty": 0.0,
         "confidence_threshold": "[0, 1]",
+        "confidence_temperature": "[1e-30, 1e30]",
     }
     selection: Literal["entropy", "confidence"] = "entropy"
     window_size: int = 16
     entropy_threshold: float | None = 0.4
     position_penalty: float = 0.02
     confidence_threshold: float | None = 0.9
+    confidence_temperature: float = 1.0
 
     @property
     def _slides(self) -> bool:
@@ -183,8 +187,13 @@ class WeDLM(Decoder):
         places = [place for place in range(start, stop) if state.is_masked[place]]
         filled = [place for place in range(start, stop) if not state.is_masked[place]]
         branch = self._branch(state, [*filled, *places], len(places))
-        statistic = "entropy" if self.selection == "entropy" else None
-        draw = Draw(sampling=state.sampling, round=state.num_forwards, statistic=statistic)
+        by_entropy = self.selection == "entropy"
+        draw = Draw(
+            sampling=state.sampling,
+            round=state.num_forwards,
+            statistic="entropy" if by_entropy else None,
+            confidence_temperature=1.0 if by_entropy else self.confidence_temperature,
+        )
         [reading] = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         state.num_cached = state.prompt_length + first_mask
         chosen = self._choose(reading, [place - first_mask for place in places])
