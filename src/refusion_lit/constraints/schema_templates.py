@@ -57,7 +57,7 @@ Span = Sequence[Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Choice:
-    """A span that holds one template out of several.
+    """A span that holds any of several templates.
 
     Attributes:
         templates: For every template, its spans by first place, counted from the start of this span.

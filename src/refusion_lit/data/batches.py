@@ -141,7 +141,7 @@ class TrainingLoader(DataLoader[ResponseBatch]):
         self._num_yielded = 0
         if isinstance(self.sampler, LengthGroupedBatches):  # it knows the epoch by now
             epoch, num_seen = self._resumed or (None, 0)
-            # A checkpoint from the end of an epoch is resumed at the beginning of the next one.
+            # A checkpoint from the end of an epoch resumes at the beginning of the next epoch.
             self.sampler.start = self._num_yielded = num_seen if epoch == self.sampler.epoch else 0
         self._resumed = None
         for batch in group_into_steps(super().__iter__(), self._num_left_in_step):

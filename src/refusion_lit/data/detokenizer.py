@@ -41,7 +41,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined] - all our tokenizers are fast ones
+        backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined] - all our tokenizers are fast tokenizers
         added = tokenizer.added_tokens_decoder
         self._special = {token: value.content for token, value in added.items() if value.special}
         self._ends = {*read_special_tokens(tokenizer).eos_token_ids}

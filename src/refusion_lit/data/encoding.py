@@ -21,7 +21,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool 
     Raises:
         ValueError: If a character is not in the tokenizer's alphabet.
     """
-    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined] - all our tokenizers are fast ones
+    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined] - all our tokenizers are fast tokenizers
     before = backend.encode_special_tokens
     backend.encode_special_tokens = not special
     try:

@@ -187,7 +187,7 @@ class InstructionDataModule(L.LightningDataModule):
     def train_dataloader(self) -> TrainingLoader:
         """Return a loader for shuffled micro-batches; the batches do not depend on ``num_workers``."""
         data = self._load_split("train")
-        if getattr(self.trainer, "overfit_batches", 0):  # Lightning wants the first ones, in order
+        if getattr(self.trainer, "overfit_batches", 0):  # Lightning wants the first samples, in order
             loader = TrainingLoader(data, batch_size=self.batch_size, collate_fn=self._collate)  # type: ignore[arg-type]
         else:
             share = {"rank": self.trainer.global_rank, "num_ranks": self.trainer.world_size} if self.trainer else {}

@@ -147,7 +147,7 @@ def check_turns(
             require(is_rendered, f"messages.{number}.role", expected, turn["role"], fix)
     if not any(turn.get(name) for turn in turns for name in _CALLS):
         return
-    # One rendering shows whether the names of all calls are in the prompt. If not, each call is left out in turn.
+    # One rendering shows whether the names of all calls are in the prompt. If not, the calls are left out in turn.
     probes: list[str] = []
     rendered = render([_rename_calls(turn, probes) for turn in turns])
     if rendered is not None and all(probe in rendered for probe in probes):

@@ -188,7 +188,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
             f"tokenizer.source: expected a tokenizer of the tokenizers library, got {type(tokenizer).__name__} in "
             f"{source.name!r}. Convert it to a tokenizer.json, or take another one."
         )
-    has_tokens = len(tokenizer) > len(tokenizer.get_added_vocab())  # without files, transformers makes an empty one
+    has_tokens = len(tokenizer) > len(tokenizer.get_added_vocab())  # without files, the tokenizer is empty
     fix = "copy tokenizer.json and tokenizer_config.json there, or name another source"
     require(has_tokens, "tokenizer.source", f"a tokenizer's files in {source.name}", None, fix)
     expected = f"an end-of-sequence token in {source.name}"
@@ -356,7 +356,7 @@ def alphabet(tokenizer: PreTrainedTokenizerBase) -> str | None:
     >>> alphabet(CharacterTokenizer(characters="01+").build(None))
     '01+'
     """
-    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined] - all our tokenizers are fast ones
+    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined] - all our tokenizers are fast tokenizers
     names = tokenizer.convert_ids_to_tokens([*range(len(tokenizer))])
     characters = [name for name in names if name is not None and name not in tokenizer.all_special_tokens]
     is_alphabet = type(backend.model).__name__ == "WordLevel" and all(len(name) == 1 for name in characters)
