@@ -94,7 +94,7 @@ def overhead(result: Result) -> str:
 
 
 def forwards(result: Result) -> str:
-    note = "The fastest of all repeats, of one row and then of 16; the ratio is that of these two.\n\n"
+    note = "Fastest of all repeats. Ratio: the time of 16 forward passes of a row over a forward pass of 16 rows.\n\n"
     head = ["threads", "forward", "positions per row", "1 row (ms)", "16 rows (ms)", "times the positions/s"]
     return note + table(head, [[_field(value) for value in case.values()] for case in result["cases"]])
 
@@ -374,14 +374,14 @@ COMPARED = {
         "makes one step per token."
     ),
     "long_prompts": (
-        "Equal in a length: weights, prompt, thread. Not equal: the forward pass; ReFusion makes a second one, of 8 "
-        "positions."
+        "Equal in a length: weights, prompt, thread. Not equal: the forward pass; ReFusion makes a second forward "
+        "pass, of 8 positions."
     ),
     "shared_prefixes": "Equal in a row: model, prompts, text, thread. Not equal: sharing.",
     "host_time": "Equal: tokens, schedule. Not equal: entries in the cache; the model itself does nothing.",
-    "linear": "Equal: weights, thread. Not equal: how they are stored.",
+    "linear": "Equal: weights, thread. Not equal: the layout of the weights.",
     "shared_heads": "Equal in a row: tensors, thread. Not equal: the calls of attention.",
-    "fast_paths": "Equal in a row: weights, prompts, thread. Not equal: the path that is replaced.",
+    "fast_paths": "Equal in a row: weights, prompts, thread. Not equal: the fast path that is left out.",
     "head_candidates": "Equal: hidden states, weights. Not equal: the copy that proposes; times are of random weights.",
     "training": "Equal: backbone, samples, thread. Not equal: the objective, and with it the positions of a row.",
     "gpu_training": "Equal: backbone, samples. Not equal: the objective, and with it the positions of a row.",
@@ -395,13 +395,13 @@ COMPARED = {
         "weights, and so the text; texts are compared with llama.cpp's in float32."
     ),
     "weight_only": "Equal: shapes of the matrices, thread. Not equal: the type of the weights, and so the products.",
-    "policy_memory": "Equal in a row: model, answers. Not equal: measured, and planned from their lengths.",
+    "policy_memory": "Equal in a row: model, answers. Not equal: memory measured, and memory planned from the lengths.",
     "load_memory": "Equal: size of the weights, shards, type. Not equal: the format.",
     "training_memory": (
         "Equal: model, tokens of a row, which block doubles. Not equal: objective, and the form of the mask."
     ),
     "loss_memory": "Equal: hidden states, LM head, labels, thread. Not equal: the chunks.",
-    "many_prompts": "Equal: model, prompts. Not equal: bounds, and in the last two rows the memory that there is.",
+    "many_prompts": "Equal: model, prompts. Not equal: bounds, and in the last two rows the available memory.",
     "serve": (
         "Equal: model, prompts, greedy texts, threads. Not equal: our servers decode 16 rows at a time, `transformers "
         "serve` one, or many by continuous batching."
@@ -437,9 +437,9 @@ def page(results: dict[str, Result]) -> str:
         "# Results",
         (
             "`nox -s figures` makes this page from the JSON beside it; run `nox -s bench` to measure. "
-            "What is compared ran in turns in one process, in a new random order in each round, and a ratio is a "
-            "median, unless the part says otherwise; memory is that of a process of its own. Seconds, every repeat, "
-            "config and versions are in the JSON."
+            "Unless a part says otherwise, the programs of a table ran in turns in one process, in a new random order "
+            "in each round, a ratio is a median over rounds, and memory was measured in a separate process. Seconds, "
+            "every repeat, config and versions are in the JSON."
         ),
         "\n".join(
             f"- {name}: {machine(result)}"
