@@ -207,11 +207,21 @@ def test_a_directory_without_end_of_sequence_is_refused(tmp_path, bpe) -> None:
         PretrainedTokenizer(source=str(tmp_path)).build(None)
 
 
-def test_a_generation_config_without_an_object_names_no_end(tmp_path, bpe) -> None:
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("[]", r"generation_config\.json"),
+        ("{", r"generation_config\.json"),
+        ('{"eos_token_id": "x"}', "eos_token_id"),
+        ('{"eos_token_id": [1.5]}', "eos_token_id"),
+    ],
+)
+def test_a_damaged_generation_config_is_refused(tmp_path, bpe, content: str, expected: str) -> None:
+    """Without the file's EOS tokens, responses would not end."""
     bpe.save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text("[]")
-    loaded = PretrainedTokenizer(source=str(tmp_path)).build(None)
-    assert read_special_tokens(loaded).eos_token_ids == read_special_tokens(bpe).eos_token_ids
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"^backbone\.source: .*{expected}"):
+        PretrainedTokenizer(source=str(tmp_path)).build(None)
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path) -> None:

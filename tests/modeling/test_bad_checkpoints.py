@@ -329,6 +329,18 @@ def test_an_adapter_for_drafting_is_left_out_with_a_warning(tmp_path: Path) -> N
         refusion_lit.load(path)
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {}}'])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != ASSISTANT])
+def test_a_damaged_index_is_refused_before_weights_are_read(
+    name: str, content: str, tmp_path: Path, no_weights: None
+) -> None:
+    path = copied(name, tmp_path)
+    split(path)
+    (path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"weight_map .*model\.safetensors\.index\.json"):
+        refusion_lit.load(path)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name != ASSISTANT])
 def test_a_file_of_weights_outside_the_directory_is_refused(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

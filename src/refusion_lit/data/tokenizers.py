@@ -210,10 +210,10 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     named = [vocabulary[text] for text in (published.end_tokens if published else ()) if text in vocabulary]
     add_eos_tokens(tokenizer, [*_configured_eos_ids(source), *named])
     ends = read_special_tokens(tokenizer).eos_token_ids
-    is_apart = published is None or mask_token_id not in ends  # other models' masks then count as untrained
-    expected = f"a mask token that ends no text, unlike {', '.join(map(str, ends))}"
-    where = f"backbone.source: mask_token_id in the config of {source.name}"
-    require(is_apart, where, expected, mask_token_id, "correct config.json")
+    is_apart = published is None or tokenizer.mask_token_id not in ends  # other models' masks count as untrained
+    expected = f"a mask_token_id that ends no text in {source.name}, unlike {', '.join(map(str, ends))}"
+    fix = "correct config.json, tokenizer_config.json or the EOS tokens of generation_config.json"
+    require(is_apart, "backbone.source", expected, tokenizer.mask_token_id, fix)
     return _without_truncation(tokenizer)
 
 
@@ -409,4 +409,8 @@ def _configured_eos_ids(source: ModelSource) -> list[int]:
     """Return the EOS tokens in a source's config and generation config."""
     values = [source.values.get("eos_token_id"), source.generation_config.eos_token_id]
     ids = [token for value in values for token in (value if isinstance(value, list) else [value])]
-    return [int(token) for token in ids if token is not None]
+    for token in ids:
+        is_id = token is None or (isinstance(token, int) and not isinstance(token, bool))
+        expected = f"integers in config.json and generation_config.json of {source.name}"
+        require(is_id, "backbone.source: eos_token_id", expected, token, "fetch the two files again")
+    return [token for token in ids if token is not None]

@@ -152,7 +152,18 @@ class ModelSource:
 
     @cached_property
     def generation_config(self) -> GenerationConfig:
-        """The generation config; without a file, the config's generation options, as in transformers."""
+        """The generation config; without a file, the config's generation options, as in transformers.
+
+        Raises:
+            ValueError: If the file is damaged: it may name EOS tokens, and DiffusionGemma's settings.
+        """
+        file = Path(self.name) / "generation_config.json"
+        if file.is_file():
+            try:
+                values = json.loads(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError) as error:
+                raise _not_json("backbone.source", file, error) from error
+            require(isinstance(values, dict), "backbone.source", f"a JSON object in {file}", values, "fetch it again")
         options: dict[str, Any] = {"revision": self.revision}
         if self.values.get("model_type") == "diffusion_gemma":  # has a class of its own
             try:
@@ -166,7 +177,7 @@ class ModelSource:
                 ) from error
         try:
             return GenerationConfig.from_pretrained(self.name, **options)
-        except (OSError, ValueError, TypeError):  # TypeError: the file holds no JSON object
+        except (OSError, ValueError, TypeError):
             return GenerationConfig.from_model_config(dict(self.values))  # type: ignore[arg-type] - takes both
 
 
@@ -178,10 +189,14 @@ def _read_config(name: str, option: str, revision: str | None) -> dict[str, Any]
     except (OSError, ValueError, TypeError, RecursionError) as error:
         if not file.is_file():
             return {}
-        reason = error_reason(error.__context__ if isinstance(error.__context__, ValueError) else error)
-        raise ValueError(f"{option}: {file} is not JSON, or no JSON object ({reason}); fetch it again.") from error
+        reason = error.__context__ if isinstance(error.__context__, ValueError) else error
+        raise _not_json(option, file, reason) from error
     require(isinstance(values, dict), option, f"a JSON object in {file}", values, "fetch it again")
     return values
+
+
+def _not_json(option: str, file: Path, error: Exception) -> ValueError:
+    return ValueError(f"{option}: {file} is not JSON, or no JSON object ({error_reason(error)}); fetch it again.")
 
 
 def _warn_of_remote_code(name: str) -> None:

@@ -56,9 +56,17 @@ def missing_shards(folder: Path) -> list[str]:
 
 
 def check_shard_names(folder: Path) -> None:
-    """Refuse an index of shards that names a file outside its directory, because directories are not trusted."""
+    """Refuse an index of shards that names no files, or a file outside its directory, as directories are not trusted.
+
+    Raises:
+        ValueError: Naming the index.
+    """
     for index in folder.glob("*.index.json"):
-        for name in sorted({*_index(index).values()}):
+        files = _index(index)
+        expected = f"a weight_map with the file of each tensor in {index}"
+        is_used = index.name in [f"{name}.index.json" for name in _NAMES]
+        require(bool(files) or not is_used, "backbone.source", expected, None, _FETCH)
+        for name in sorted({*files.values()}):
             inside = not Path(name).is_absolute() and ".." not in Path(name).parts
             require(inside, "backbone.source", f"files of the directory in {index}", name, _FETCH)
 
@@ -74,7 +82,7 @@ def _used_index(folder: Path) -> dict[str, str]:
 
 
 def _index(file: Path) -> dict[str, str]:
-    """Return an index's file of each tensor; nothing if the index is damaged, which loading reports."""
+    """Return an index's file of each tensor; nothing if the index is damaged."""
     with suppress(AttributeError, LookupError, TypeError, ValueError):
         shards = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
         return {str(tensor): str(name) for tensor, name in shards.items()}
