@@ -137,6 +137,21 @@ def test_names_of_special_tokens_in_documents_stay_text(folder: Path) -> None:
         (folder / "chat_template.jinja").unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("kind", ["llama2", "gemma"])
+def test_system_turns_that_a_template_refuses_are_left_out(kind: str, tmp_path: Path) -> None:
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + ZEPHYR
+    folder = make_model(kind, tmp_path / "model", chat=True, chat_template=template)
+    model, library = ours(folder), theirs(folder)
+    turns = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Where is Paris?"}]
+    for opened in (True, False):
+        context = library.apply_chat_template(turns, add_generation_prompt=opened)
+        assert model.apply_chat_template(turns, add_generation_prompt=opened) == context
+        assert model._encode(context) == library.tok_encode(context)
+    model.model.tokenizer.chat_template = "{{ raise_exception('no chat') }}"
+    with pytest.raises(ValueError, match="no chat"):  # without a system turn to leave out
+        model.apply_chat_template(turns[1:])
+
+
 ROWS = [
     {"q": "Where is Paris?", "a": "In France.", "choices": ["In Italy.", "In France."]},
     {"q": "Where is Rome? ", "a": "In Italy.", "choices": ["In Italy.", " In France."]},

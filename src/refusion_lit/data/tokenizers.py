@@ -286,7 +286,9 @@ class StoredTokenizer(TokenizerSource):
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return a tokenizer's files, content by name, for :func:`tokenizer_from_files`."""
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
+        # Named templates, such as one for tools, then are in tokenizer_config.json instead of a file each.
+        is_single = not isinstance(tokenizer.chat_template, dict)
+        tokenizer.save_pretrained(folder, save_jinja_files=is_single)
         paths = [Path(folder) / name for name in _FILES]
         return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
 

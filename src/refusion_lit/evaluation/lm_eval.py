@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -148,12 +149,25 @@ class RefusionLitModel(LM):
         return answers
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render turns with the tokenizer's chat template."""
+        """Render turns with the tokenizer's chat template.
+
+        As in the harness, system turns are left out if the template refuses the turns with them.
+
+        Raises:
+            ValueError: If there is no chat template, or it refuses the turns.
+        """
         if not self.model.tokenizer.chat_template:
             raise ValueError("apply_chat_template: expected a tokenizer with a chat template, got none; leave it out.")
         self._has_template = True
         # The harness hands over the text later; names of special tokens in documents are recognised by the parts.
-        parts = render_chat(self.model.tokenizer, chat_history, is_open=add_generation_prompt)
+        try:
+            parts = render_chat(self.model.tokenizer, chat_history, is_open=add_generation_prompt)
+        except ValueError:
+            turns = [turn for turn in chat_history if turn["role"] != "system"]
+            if len(turns) == len(chat_history):
+                raise
+            parts = render_chat(self.model.tokenizer, turns, is_open=add_generation_prompt)
+            warnings.warn("system_instruction: left out, as the chat template refuses system turns", stacklevel=2)
         rendered = "".join(text for text, _ in parts)
         self._rendered[rendered] = parts
         return rendered
