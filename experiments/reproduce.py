@@ -33,7 +33,8 @@ def main(folder: Path, output: Path, *, update: bool = False) -> int:
         command = [part.format(output=output) for part in shlex.split(line)]
         sys.stdout.write(f"$ {shlex.join(command)}\n")
         sys.stdout.flush()
-        subprocess.run(command, check=True)
+        if subprocess.run(command, check=False).returncode:
+            raise SystemExit(f"{folder}: the command above failed; to begin anew, delete {output}")
     committed, fresh = folder / recipe["result"], output / recipe.get("fresh", recipe["result"])
     if update:
         shutil.copyfile(fresh, committed)
