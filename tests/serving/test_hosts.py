@@ -110,7 +110,7 @@ def test_the_example_for_litserve_gives_each_request_its_answer(tmp_path: Path) 
     pytest.importorskip("litserve", reason="needs litserve: pip install litserve")
     model = load(MODEL, device="cpu")
     asked = [("12+34,56+78>", 24), ("7+8=", 5), ("99+1", 24), ("3,4", 16)]
-    with running([sys.executable, str(EXAMPLE), str(MODEL)], tmp_path) as url, ThreadPoolExecutor(4) as pool:
+    with running([sys.executable, str(EXAMPLE), str(MODEL), "--port"], tmp_path) as url, ThreadPoolExecutor(4) as pool:
 
         def answer(text: str, length: int) -> Any:
             body = json.dumps({"prompt": text, "max_tokens": length}).encode()
