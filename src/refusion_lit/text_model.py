@@ -35,6 +35,9 @@ from refusion_lit.modeling.vocabulary import vocabulary_size
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import require, require_template
 
+_BYTES = {character: value for value, character in bytes_to_unicode().items()}
+"""Bytes by their characters in the names of byte-level tokens."""
+
 
 def check_plan(
     plan: ModelPlan, decoder: Decoder | None, lengths: Sequence[tuple[int, str]], sampling: SamplingParams
@@ -155,8 +158,7 @@ class TextModel:
         name = str(self.tokenizer.convert_ids_to_tokens(token_id))
         if name.startswith("<0x"):  # SentencePiece
             return bytes([int(name[3:5], 16)])
-        values = {character: value for value, character in bytes_to_unicode().items()}
-        return bytes(values[character] for character in name) if values.keys() >= {*name} else None
+        return bytes(_BYTES[character] for character in name) if _BYTES.keys() >= {*name} else None
 
     def decode(
         self,

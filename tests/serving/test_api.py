@@ -261,6 +261,37 @@ def test_json_of_too_many_levels_is_refused(client: Any) -> None:
             client.chat.completions.create(model=NAME, messages=turns)
 
 
+def test_texts_and_histories_beyond_any_prompt_are_refused_unread(
+    client: Any, server: Server, model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = server.worker.limits.max_prompt_tokens
+    longest = max(map(len, model.tokenizer.get_vocab()))
+    monkeypatch.setattr("refusion_lit.serving.service.encode_plain_prompt", None)
+    monkeypatch.setattr(TextModel, "encode", None)
+    for prompt in ("1" * (most * longest + 1), ["1", "1" * (most * longest + 1)]):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model=NAME, prompt=prompt)
+        assert caught.value.param == "prompt"
+    for turns, option in ((most + 1, "messages"), (1, "prompt")):
+        content = "1" if turns > 1 else "1" * (most * longest + 1)
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": content}] * turns)
+        assert caught.value.param == option
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(b'"\xff"', "UTF-8"), (b"[" * 5000 + b"]" * 5000, "levels"), (b"1" * 5000, "4300 digits")]
+)
+def test_json_that_cannot_be_read_is_refused_with_the_reason(server: Server, value: bytes, words: str) -> None:
+    body = b'{"model": "%s", "prompt": "1", "seed": %s}' % (NAME.encode(), value)
+    sent = urllib.request.Request(f"{address(server)}/v1/completions", body, {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(sent, timeout=20)
+    error = json.load(caught.value)["error"]
+    assert (caught.value.code, error["param"]) == (400, "body")
+    assert words in error["message"]
+
+
 def test_lone_surrogates_in_labels_come_back_as_they_were_sent(server: Server) -> None:
     schema = {"type": "integer", "minimum": 1, "maximum": 9}
     form = {"type": "json_schema", "name": "a\ud800", "schema": schema}

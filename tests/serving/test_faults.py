@@ -167,6 +167,42 @@ def test_each_request_of_a_failed_call_runs_alone(model: TextModel) -> None:
     assert rounds == ["a", "b", "c", "de"]
 
 
+def test_a_prompt_that_is_encoded_for_long_blocks_nobody(model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of the event loop answers meanwhile; requests that wait for the tokenizer count as a queue."""
+    is_released, num_begun, encode = threading.Event(), 0, Service._encode
+
+    def encode_late(service: Service, body: Any) -> Any:
+        nonlocal num_begun
+        num_begun += 1
+        assert is_released.wait(60)
+        return encode(service, body)
+
+    monkeypatch.setattr(Service, "_encode", encode_late)
+    answers: list[str | None] = []  # None: refused
+
+    def ask(server: Server) -> None:
+        try:
+            answers.append(complete(server, "1+1").choices[0].text)
+        except openai.RateLimitError:
+            answers.append(None)
+
+    with serving(model, rows=1, max_waiting=1) as server:
+        asked = [threading.Thread(target=ask, args=[server]) for _ in range(3)]
+        for thread in asked:
+            thread.start()
+        try:
+            wait_for(lambda: answers)
+            assert (answers, num_begun) == ([None], 1), "one at a time"
+            with urllib.request.urlopen(f"{address(server)}/health", timeout=30) as health:
+                assert health.status == 200
+        finally:
+            is_released.set()
+        for thread in asked:
+            thread.join()
+        expected = complete(server, "1+1").choices[0].text
+    assert answers == [None, expected, expected]
+
+
 def test_a_call_that_hangs_keeps_neither_clients_nor_the_server(model: TextModel) -> None:
     goes_on = threading.Event()
 

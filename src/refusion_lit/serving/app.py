@@ -47,6 +47,8 @@ MAX_CONNECTIONS = max((_FILES - 64) // 2, 8) if 0 <= _FILES < 2048 else 1024
 _BACKLOG = max(MAX_CONNECTIONS // 4, 1)
 """Connections that the event loop accepts at once, before it can refuse any."""
 _TOO_MANY = "the server has too many connections; try again later."
+_UNREADABLE = "There was an error parsing the body"
+"""FastAPI's message about JSON that it cannot read for a reason other than its syntax."""
 _OPEN_PATHS = ("/", "/health")
 """Paths that need no API key."""
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
@@ -139,6 +141,13 @@ async def _refuse(service: Service, request: Request, error: Exception) -> Respo
         got = f"{request.method[:20]} {request.url.path[:60]}"
         detail = f"path: expected {', '.join(paths)}, got {got}; this server has no other paths."
         error = HTTPException(error.status_code, detail, error.headers)
+    elif isinstance(error, HTTPException) and error.detail == _UNREADABLE:
+        service.requests.labels("refused").inc()
+        cause = error.__cause__
+        levels, digits = "JSON of fewer levels, got too many", "integers of at most 4300 digits, got more"
+        text = "UTF-8, got other bytes"
+        expected = text if isinstance(cause, UnicodeError) else levels if isinstance(cause, RecursionError) else digits
+        error = HTTPException(400, f"body: expected {expected}; correct it.")
     elif not isinstance(error, HTTPException):
         error = HTTPException(500, f"the request failed ({type(error).__name__})")
     return JSONResponse(error_body(error), error.status_code, error.headers)

@@ -209,9 +209,14 @@ class Service:
         self.thought_tags = find_thought_tags(tokenizer.chat_template)
         special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
         self._hides_tags = bool({*self.thought_tags} & special)
-        # Tokenizers are not thread-safe: the worker's thread, requests and the compilation of schemas need a copy.
-        self.model = copy.copy(worker.model)
+        # Tokenizers are not thread-safe: the worker's thread, the event loop, the encoding of prompts and the
+        # compilation of schemas need a copy.
+        self.model, self._encoder = copy.copy(worker.model), copy.copy(worker.model)
         self.model.tokenizer = copy.deepcopy(worker.model.tokenizer)
+        self._encoder.tokenizer = copy.deepcopy(worker.model.tokenizer)
+        self._longest_token = max(map(len, tokenizer.get_vocab()))  # in characters, or in bytes
+        self._encoding = asyncio.Lock()
+        self._num_encoding = 0  # requests whose prompts are encoded, or wait for it
         self.schemas = Schemas(copy.deepcopy(worker.model.tokenizer), worker.model.backbone.special_tokens)
         self.registry = CollectorRegistry()
         options: dict[str, Any] = {"registry": self.registry, "namespace": "refusion_lit"}
@@ -313,7 +318,7 @@ class Service:
             raise HTTPException(503, "the model is loading.", headers={"Retry-After": "2"})
         sampling = self._build_sampling(body)
         calls = self._plan_calls(body)
-        prompts = [Prompt(token_ids=tuple(ids), id="0") for ids in self._encode(body)]
+        prompts = await self._encode_in_turn(body, arrived)
         # In a thread, because compiling a schema may take long and must not block other requests.
         prompts = await asyncio.to_thread(self._constrain, prompts, body, calls, sampling)
         longest = max(len(prompt.token_ids) + prompt.num_uncounted for prompt in prompts)
@@ -427,21 +432,48 @@ class Service:
         self.worker.decoder.check(sampling)
         return sampling
 
+    async def _encode_in_turn(self, body: ChatRequest | CompletionRequest, arrived: float) -> list[Prompt]:
+        """Return the prompts, encoded in a thread: a long prompt takes seconds and must not block other requests.
+
+        Raises:
+            HTTPException: If too many requests wait for this (429), or the request's time is over (504).
+            ValueError: If an option is impossible.
+        """
+        if self._num_encoding >= self.worker.max_jobs:
+            raise HTTPException(429, "the queue is full; try again later.", headers={"Retry-After": "1"})
+        self._num_encoding += 1
+        try:
+            async with self._encoding:
+                if time.monotonic() > arrived + self.worker.limits.max_seconds:
+                    raise HTTPException(504, "the time limit of a request is over")
+                encoded = await asyncio.to_thread(self._encode, body)
+        finally:
+            self._num_encoding -= 1
+        return [Prompt(token_ids=tuple(ids), id="0") for ids in encoded]
+
     def _encode(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
         """Return the prompts' tokens; special tokens' names in texts stay text."""
+        model, most = self._encoder, self.worker.limits.max_prompt_tokens
+        texts = [message.text for message in body.messages] if isinstance(body, ChatRequest) else body.prompt
+        longest = sum(map(len, texts)) if body.is_chat else max(map(len, texts), default=0)
+        most_characters = most * self._longest_token
+        expected = f"at most {most} tokens, which have at most {most_characters} characters"
+        require(longest <= most_characters, "prompt", expected, f"{longest} characters", "shorten it")
         if isinstance(body, ChatRequest):
+            expected = f"at most {most} turns, as a prompt has at most as many tokens"
+            require(len(body.messages) <= most, "messages", expected, len(body.messages), "send fewer")
             turns = [message.to_turn() for message in body.messages]
-            fits = bool(self.model.tokenizer.chat_template) or [turn["role"] for turn in turns] == ["user"]
+            fits = bool(model.tokenizer.chat_template) or [turn["role"] for turn in turns] == ["user"]
             expected = "one message of the user, as this model has no chat template"
             require(fits, "messages", expected, len(turns), "use /v1/completions")
             tools = [tool.to_template() for tool in body.tools] if body.functions else []
-            effort = effort_options(self.model.tokenizer, body.reasoning_effort)
+            effort = effort_options(model.tokenizer, body.reasoning_effort)
             options = {**effort, **(body.chat_template_kwargs or {})}
-            return [self.model.encode(body.messages[-1].text, turns, tools, options)]
+            return [model.encode(body.messages[-1].text, turns, tools, options)]
         require(body.best_of in (None, body.n), "best_of", f"n, which is {body.n}", body.best_of, "leave it out")
         fits = 1 <= len(body.prompt) * body.n <= 16 and all(body.prompt)
         require(fits, "prompt", "1 to 16 texts, n times, none of them empty", body.prompt[:2], "split the request")
-        return [encode_plain_prompt(self.model.tokenizer, text) for text in body.prompt]
+        return [encode_plain_prompt(model.tokenizer, text) for text in body.prompt]
 
     async def _events(self, served: ServedRequest) -> AsyncIterator[tuple[Job, Update]]:
         """Yield the jobs' updates until all jobs have ended; abort the jobs if the client leaves.

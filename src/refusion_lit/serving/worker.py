@@ -215,7 +215,7 @@ class Worker:
         with self._changed:
             if self.is_draining:
                 raise _to_http_error(None)
-            most = self.options.batch_size + self.limits.max_waiting
+            most = self.max_jobs
             expected = f"at most {most} answers per request, the size of the queue"
             require(len(jobs) <= most, "n", expected, len(jobs), "lower it")
             if len(self.active) + len(self.waiting) + len(jobs) > most:
@@ -230,6 +230,11 @@ class Worker:
             self.is_draining = True
             self.stop_at = min(self.stop_at, time.monotonic() + seconds)
             self._changed.notify()
+
+    @property
+    def max_jobs(self) -> int:
+        """Maximum number of jobs in flight or waiting."""
+        return self.options.batch_size + self.limits.max_waiting
 
     @property
     def num_cut(self) -> int:
