@@ -303,6 +303,27 @@ def test_what_a_template_drops_from_a_trained_turn_is_refused_by_row_and_turn(
         encode_example(tokenizer, example)
 
 
+def test_templates_that_read_arguments_as_text_get_the_text(tmp_path: Path) -> None:
+    """As DeepSeek's; rows and requests have arguments as JSON text, and other templates need the values."""
+    template = TOOL_TEMPLATE.replace("c.function | tojson", "c.function.name + '\\n' + c.function.arguments")
+    tokenizer: Any = make_tokenizer("qwen", chat=True, chat_template=template)
+    arguments = json.dumps({"city": "Rome é", "days": 2}, ensure_ascii=False)
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    turns = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "sunny"},
+             {"role": "assistant", "content": "Sunny."}]  # fmt: skip
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    examples = InstructionFiles(train=str(path), validation_fraction=0, assistant_parts="all").examples("train")
+    assert len(examples) == 2
+    for example, num_turns in zip(examples, (2, 4), strict=True):
+        sample = encode_example(tokenizer, example)
+        ids = [*sample.prompt_ids, *sample.response_ids]
+        assert ids == tokenizer.apply_chat_template(turns[:num_turns], return_dict=True)["input_ids"][: len(ids)]
+    prompt = tokenizer.apply_chat_template(turns[:3], add_generation_prompt=True, return_dict=True)["input_ids"]
+    values = {**call, "function": {"name": "weather", "arguments": json.loads(arguments)}}
+    assert encode_prompt(tokenizer, "", messages=[turns[0], {**turns[1], "tool_calls": [values]}, turns[2]]) == prompt
+
+
 FIRST_CALL = TOOL_TEMPLATE.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
 ARGUMENTS_ALONE = TOOL_TEMPLATE.replace("c.function | tojson", "c.function.arguments | tojson")
 

@@ -6,9 +6,11 @@ Tags of thoughts in the assistant's turns are an exception.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -85,12 +87,43 @@ def render_turns(
     if tools:
         options["tools"] = _map_texts(guard.mark, list(tools))
     try:
-        return str(tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=is_open, **options))
+        return _apply_template(tokenizer, marked, add_generation_prompt=is_open, **options)
     except Exception as error:  # a template may raise any error
         changeable = [name for name in chat_options or () if name != "continue_final_message"]
         fix = " or ".join(["reorder them", *(f"change {name}" for name in changeable)])
         message = f"messages: the chat template refuses turns of {roles} ({error}); {fix}."
         raise ValueError(message) from error
+
+
+def _apply_template(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, Any]], **options: Any) -> str:  # noqa: ANN401
+    """Return the rendered turns.
+
+    Most templates write calls' arguments as JSON themselves. Templates that refuse the arguments as values, such as
+    DeepSeek's, get the JSON text.
+    """
+    apply: Any = tokenizer.apply_chat_template
+    try:
+        return str(apply(list(turns), tokenize=False, **options))
+    except Exception:  # a template may raise any error
+        written = [*map(_write_arguments, turns)]
+        if written == [*turns]:
+            raise
+        with suppress(Exception):
+            return str(apply(written, tokenize=False, **options))
+        raise
+
+
+def _write_arguments(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a turn whose calls have their arguments as JSON text."""
+
+    def write(call: Any) -> Any:  # noqa: ANN401 - any JSON value
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    calls = turn.get("tool_calls")
+    return {**turn, "tool_calls": [*map(write, calls)]} if isinstance(calls, list | tuple) else turn
 
 
 def render_chat(
@@ -129,12 +162,12 @@ def check_turns(
     if not tokenizer.chat_template:
         return
     options: dict[str, Any] = {**get_chat_options(tokenizer), **(chat_options or {}), "tools": list(tools) or None}
-    options |= {"tokenize": False, "add_generation_prompt": True}
+    options["add_generation_prompt"] = True
 
     def render(turns: Sequence[Mapping[str, Any]]) -> str | None:
         """Return the rendered turns; ``None`` if the template refuses them, as it does not drop what it inspects."""
         try:
-            return str(tokenizer.apply_chat_template(list(turns), **options))  # type: ignore[arg-type]
+            return _apply_template(tokenizer, turns, **options)
         except Exception:  # a template may raise any error
             return None
 
