@@ -31,7 +31,7 @@ GROUPS = [
     [(INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN)],
     [(HIDDEN, INTERMEDIATE)],
 ]
-"""Output and input of a block's layers, as in SmolLM2-135M; those of a group have the same input."""
+"""Output and input of a block's layers, as in SmolLM2-135M; the layers of a group have the same input."""
 NUM_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 HEADS = {"SmolLM2-135M": (9, 3, 64), "Qwen3-0.6B": (16, 8, 128)}

@@ -276,7 +276,7 @@ _VALUES: dict[type[Task], re.Pattern[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Spans(Task):
-    """Sums or records with one value of each row left out, chosen at random; its examples are those of ``task``.
+    """Sums or records with one value of each row left out, chosen at random; its examples come from ``task``.
 
     The query ``12+?,?+78>`` goes with the response ``12+__=46;__+78=134;``, whose blanks are ``34`` and ``56``: the
     right side of a blank says what it holds.

@@ -63,7 +63,7 @@ def _is_of(run: Run, task: str, objective: str) -> bool:
 
 
 def table(runs: list[Run], more: dict[str, Any]) -> str:
-    """Return every decoder of every model as a Markdown table, those of more.py last."""
+    """Return every decoder of every model as a Markdown table, the decoders of more.py last."""
     lines = [
         "| task | objective | decoder | score | by seed | tokens/forward | positions/token |",
         "| --- | --- | --- | --: | --- | --: | --: |",
@@ -131,7 +131,7 @@ NOISES = (
     ("random tokens in canvases", "uniform", "uniform"),
     ("random tokens in canvases, self-conditioning", "diffusion_gemma", "diffusion_gemma"),
 )
-"""Rows of the tables of noises, as those of families."""
+"""Rows of the tables of noises, in the form of the rows of families."""
 
 
 def choose_setting(runs: list[Run], task: str, objective: str, settings: str | tuple[str, ...]) -> str | None:

@@ -84,7 +84,7 @@ def run_name(task: str, objective: str, seed: int, factor: float) -> str:
 
 
 def is_run(values: dict[str, Any], task: str, objective: str, seed: int) -> bool:
-    """Return whether a result is that of the run with this task, objective and seed and the whole budget."""
+    """Return whether a result belongs to the run with this task, objective and seed and the whole budget."""
     names = ("task", "objective", "seed", "budget_factor")
     return tuple(values[name] for name in names) == (task, objective, seed, 1.0)
 

@@ -27,7 +27,7 @@ class DependencyCurve:
     """Mean change of a prediction by distance of the revealed token.
 
     Attributes:
-        distances: Position of the revealed token minus that of the predicted token; ascending, without 0.
+        distances: Position of the revealed token minus position of the predicted token; ascending, without 0.
         kl: Mean Kullback-Leibler divergence of the prediction after the reveal from that before, in nats.
         total_variation: Mean total variation distance of the two predictions, in [0, 1].
         num_pairs: Number of token pairs in each mean.
@@ -169,7 +169,7 @@ def _predict(model: LanguageModel, rows: list[list[int]], read_at: int, mask: in
 
 
 def _order(traits: ModelTraits, positions: Int[Tensor, "row token"]) -> Int[Tensor, "row token"]:
-    """Return the order of tokens under the model's attention pattern: a token sees those of the same or a lower one."""
+    """Return the order of tokens under the model's attention pattern: a token sees the same or lower orders."""
     if traits.attention == "bidirectional":
         return torch.zeros_like(positions)
     if traits.attention == "block_causal":

@@ -260,7 +260,7 @@ def run_tests(
 def judge(
     mutant: dict[str, Any], tree: Path, tests: dict[str, float], num_examples: int, files: list[str] | None = None
 ) -> dict[str, Any]:
-    """Run a mutant's tests, or all those of some files; say what became of it."""
+    """Run a mutant's tests, or all tests of some files; return the verdict."""
     result = {key: mutant[key] for key in ("number", "path", "line", "operator", "before", "after")}
     result["num_tests"] = len(tests) if files is None else None
     limits = {name: seconds + 5 for name, seconds in tests.items()} if files is None else None

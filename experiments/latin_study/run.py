@@ -2,7 +2,7 @@
 
 usage: python experiments/latin_study/run.py [--work_dir runs/latin_study] [--output FILE] [--only NAME ...]
 
-Every variant computes the same number of token positions in training, except those that say otherwise. Finished
+Every variant computes the same number of token positions in training, unless its name says otherwise. Finished
 variants are skipped; an interrupted one resumes from its last checkpoint.
 """
 

@@ -113,11 +113,11 @@ def timed(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: 
 
 
 def speed_over(title: str, *data: Sequence[float]) -> dict[str, Any]:
-    """Return tokens per second over those of another decoder, with the paired 95 % interval over prompts.
+    """Return the speed as times another decoder's, with the paired 95 % interval over prompts.
 
     Args:
         title: Name of the other decoder in the result.
-        data: Tokens and seconds of each prompt, then those of the other decoder.
+        data: Tokens and seconds of every prompt, then the same of the other decoder.
     """
     figures: dict[str, Any] = {f"speed_over_{title}": round(_ratio(*data), 3)}
     if len(data[0]) > 7:  # fewer prompts say nothing of the spread
@@ -129,7 +129,7 @@ def speed_over(title: str, *data: Sequence[float]) -> dict[str, Any]:
 
 
 def _ratio(tokens: Any, seconds: Any, other_tokens: Any, other_seconds: Any) -> float:
-    """Return tokens per second over those of another decoder."""
+    """Return the speed as times another decoder's."""
     return float(sum(tokens) / sum(seconds) * sum(other_seconds) / sum(other_tokens))
 
 

@@ -73,7 +73,7 @@ def noise(gradients: dict[str, Any]) -> dict[str, float]:
 
 
 def sampled_reward(model: TextModel, decoder: Decoder, num_prompts: int, num_samples: int) -> list[float]:
-    """Return the mean reward of each prompt's sampled answers; those that hit the length limit have reward 0."""
+    """Return the mean reward of each prompt's sampled answers; answers that hit the length limit have reward 0."""
     examples = list(TASK.examples("test"))[:num_prompts]
     prompts = [Prompt(token_ids=tuple(model.encode(e.query)), id=f"{e.id}/{i}")
                for e in examples for i in range(num_samples)]  # fmt: skip

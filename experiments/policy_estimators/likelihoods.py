@@ -97,7 +97,7 @@ class BlockBound(Likelihood):
 
     Attributes:
         num_samples: Noise levels per answer and update, at least 1.
-        block_size: Tokens per block; that of the decoder.
+        block_size: Tokens per block, as in the decoder.
     """
 
     decoders = (BlockDiffusion,)
@@ -160,7 +160,7 @@ class SlotBound(MaskedBound):
     A masked slot is predicted as by ``LeftToRight``, but from the prompt and the visible slots in random order.
 
     Attributes:
-        slot_size: Tokens per slot; that of the decoder.
+        slot_size: Tokens per slot, as in the decoder.
     """
 
     traits = LeftToRight.traits

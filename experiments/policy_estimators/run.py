@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--num_prompts", type=int, default=500)
     parser.add_argument("--only", nargs="+", choices=ESTIMATORS + MORE, default=list(ESTIMATORS), help="with exact")
-    parser.add_argument("--updates", type=int, help="those of the task's config by default")
+    parser.add_argument("--updates", type=int, help="number of updates; by default the task config's")
     args = parser.parse_args()
     setting = SETTINGS[args.task]
     is_first = args.task == "additions"

@@ -15,7 +15,7 @@ _OPERATORS = {
 
 
 def count_annotations(text: str) -> tuple[int, int]:
-    """Count a solution's calculator annotations, ``<<expression=value>>``, and those that are arithmetically right.
+    """Count a solution's calculator annotations, ``<<expression=value>>``, and the right annotations among them.
 
     A value is right if it is the expression's, rounded or truncated to the decimals that it is written with. An
     annotation that is not closed or cannot be read is wrong. 135-million-parameter models solve few problems; how many

@@ -2,10 +2,10 @@
 
 usage: python experiments/refusion_pays/real_model.py --prompts GSM8K_TEST.jsonl@24 NAME=CHECKPOINT ... [--output FILE]
 
-NAME is that of a training and its step. Each prompt is decoded alone by every decoder in turn, so that other work on
+NAME names a training and its step. Each prompt is decoded alone by every decoder in turn, so that other work on
 the machine meets all of them; times are processor time of one thread. `--decoders` measures some of them only. The
 reference is the base's own answer, decoded by `Autoregressive`; transformers' `generate` decodes the base, too.
-Perplexity is that of the texts under the base. What the output holds already is kept.
+Perplexity is the texts' perplexity under the base. Finished parts of the output are kept.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--num_prompts", type=int, default=200)
     parser.add_argument("--tasks", nargs="+", choices=list(STEPS), default=list(STEPS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="training steps, in place of those of each task")
+    parser.add_argument("--steps", type=int, help="number of training steps, in place of the task's number")
     args = parser.parse_args()
     results = {}
     for task in args.tasks:

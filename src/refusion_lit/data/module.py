@@ -227,7 +227,7 @@ class InstructionDataModule(L.LightningDataModule):
         return self._prompts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fingerprint of the validation samples; the loader of training batches stores that of training."""
+        """Return the validation samples' fingerprint; the training loader stores the training samples' fingerprint."""
         if not self._validates:
             return {}
         return {"validation": self._split_samples("validation").fingerprint}

@@ -98,7 +98,7 @@ class IntrospectiveStrided(Decoder):
 
     requires = ModelRequirements(attention="causal", predictions=("mask_shifted", "next_token"))
     shares = "all_but_last"
-    refuses = "its text is that of decoding from left to right, which sees no text on the right of a token"
+    refuses = "it decodes from left to right, and sees no text on the right of a token"
 
     state = StridedState
     ranges = {"stride": 1, "num_verified": 0}

@@ -101,7 +101,7 @@ class SelfSpeculative(Decoder):
 
     state = SpeculativeState
     shares = "all_but_last"
-    refuses = "its text is that of decoding from left to right, which sees no text on the right of a token"
+    refuses = "it decodes from left to right, and sees no text on the right of a token"
 
     ranges = {"num_drafts": 0, "slot_size": 1, "forward_cost": "[0, inf)"}
     num_drafts: int | None = None
