@@ -43,7 +43,7 @@ def points(runs: list[Run], task: str, objective: str, split: str = "results") -
 
     The split is ``results`` for the test prompts or ``validation``.
     """
-    matching = [run for run in runs if _is_of(run, task, objective)]
+    matching = [run for run in runs if _matches(run, task, objective)]
     if not matching or any(split not in run for run in matching):
         return {}
     chosen = [run[split] for run in matching]
@@ -58,7 +58,7 @@ def points(runs: list[Run], task: str, objective: str, split: str = "results") -
     }
 
 
-def _is_of(run: Run, task: str, objective: str) -> bool:
+def _matches(run: Run, task: str, objective: str) -> bool:
     return (run["task"], run["objective"], run["budget_factor"]) == (task, objective, 1)
 
 
@@ -179,7 +179,7 @@ def noise_rows(runs: list[Run], speeds: Mapping[str, Any], task: str) -> list[di
         if name is None:
             continue
         tokens, positions, score, scores = points(runs, task, objective)[name]
-        num_prompts = sum(run["results"][name]["num_prompts"] for run in runs if _is_of(run, task, objective))
+        num_prompts = sum(run["results"][name]["num_prompts"] for run in runs if _matches(run, task, objective))
         interval = wilson(round(score * num_prompts), num_prompts)
         measured = speeds["tasks"][task][label]
         rows.append({

@@ -126,7 +126,7 @@ class LeverModel:
             anchors = (batch.position_ids[:, length:] - 1 - distance).clamp(0, length - 1)
             states = text.hidden_states[layer].gather(1, anchors[..., None].expand(-1, -1, embedded.shape[-1]))
             embedded = embedded + self.read(states / states.norm(dim=-1, keepdim=True) * embedded.norm(dim=-1).mean())
-        with self.drafter.applied(body):
+        with self.drafter.adapt(body):
             drafts = body(
                 inputs_embeds=embedded, position_ids=batch.position_ids[:, length:], use_cache=True,
                 attention_mask=sdpa_mask(visible[:, length:], batch.input_ids.shape[1], visible.device),

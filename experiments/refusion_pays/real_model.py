@@ -82,7 +82,7 @@ def compared(
     library: list[tuple[int, float]] = []
     for prompt in prompts:
         for name, (loaded, decoder) in ways.items():
-            loaded.decode([prompt], decoder.fitted(short), short) if not rows[name] else None  # warms up
+            loaded.decode([prompt], decoder.adapt_to(short), short) if not rows[name] else None  # warms up
             started = time.process_time()
             rows[name] += loaded.decode([prompt], decoder, sampling).rows
             seconds[name].append(time.process_time() - started)
@@ -151,10 +151,15 @@ def main() -> None:
         if name in result["runs"]:
             continue
         model = refusion_lit.load(checkpoint, device="cpu", dtype=args.dtype)
-        told = {} if args.forward_cost is None else {"forward_cost": args.forward_cost}
-        with patch.multiple(type(model.backbone), **told) if told else nullcontext():
+        overrides = {} if args.forward_cost is None else {"forward_cost": args.forward_cost}
+        with patch.multiple(type(model.backbone), **overrides) if overrides else nullcontext():
             by_decoder = compared(base, model, prompts, args.max_new_tokens, args.decoders)
-        settings = {"max_new_tokens": args.max_new_tokens, "num_prompts": len(prompts), "dtype": args.dtype, **told}
+        settings = {
+            "max_new_tokens": args.max_new_tokens,
+            "num_prompts": len(prompts),
+            "dtype": args.dtype,
+            **overrides,
+        }
         result["runs"][name] = {**settings, "decoders": by_decoder, "environment": environment(0, sys.argv)}
         write_json(args.output, result)
         for decoder, figures in by_decoder.items():

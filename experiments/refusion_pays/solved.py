@@ -68,7 +68,7 @@ def main() -> None:
     for text in args.models:
         name, _, path = text.partition("=")
         model = refusion_lit.load(path, device="cpu", dtype="bfloat16")
-        decoder = model.default_decoder.fitted(SAMPLING)
+        decoder = model.default_decoder.adapt_to(SAMPLING)
         answers = Answers()
         scores, figures = decode_examples(model, examples, is_right, decoder, SAMPLING, [answers])
         rows = [answers.rows[i] for i in range(len(examples))]

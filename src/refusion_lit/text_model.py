@@ -54,7 +54,7 @@ def check_plan(
         ValueError: Naming the longest prompt.
     """
     if decoder is None:
-        decoder = default_decoder(plan.traits, plan.entry.get("decoder"), drafts=plan.has_drafter).fitted(sampling)
+        decoder = default_decoder(plan.traits, plan.entry.get("decoder"), drafts=plan.has_drafter).adapt_to(sampling)
     if not decoder.requirements().mismatches(plan.traits):  # another model is refused with the decoder that fits it
         check_context(plan, lengths, sampling.max_new_tokens, decoder)
 
@@ -307,7 +307,7 @@ class TextModel:
             got = f"{prompts!r:.60}"
             raise ValueError(f"prompts: expected lists of token ids, got {got}; use generate for texts.") from error
         named = [Prompt(token_ids=prompt, id=name) for prompt, name in zip(tokens, names, strict=True)]
-        decoder = decoder or self.default_decoder.fitted(sampling)
+        decoder = decoder or self.default_decoder.adapt_to(sampling)
         if json_schema is not None:
             is_free = not any(templates or ())
             require(is_free, "json_schema", "prompts without templates", templates, "give one of the two")

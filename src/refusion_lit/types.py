@@ -122,7 +122,7 @@ class ConstraintState(ABC):
     """
 
     @abstractmethod
-    def allowed(self, place: int, before: Sequence[int]) -> torch.Tensor | None:
+    def allowed_tokens(self, place: int, before: Sequence[int]) -> torch.Tensor | None:
         """Return which tokens may stand at a place, bool [vocab] on the CPU. ``None`` allows all tokens."""
 
     def settle(self, place: int, before: Sequence[int], token: int) -> int:  # noqa: ARG002

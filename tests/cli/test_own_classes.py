@@ -222,8 +222,8 @@ def test_a_decoder_that_says_nothing_of_its_model_is_refused(
     (tmp_path / "silent.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["generate", "--ckpt_path", str(MODEL), "--decoder", "silent.Silent", "--prompt", "1+2>"]) == 2
-    told = capsys.readouterr().err
-    assert "decoder: expected what Silent needs of a model, got 'no class attribute requires'; add requires" in told
+    message = capsys.readouterr().err
+    assert "decoder: expected what Silent needs of a model, got 'no class attribute requires'; add requires" in message
 
 
 def test_options_without_the_dataclass_decorator_are_named() -> None:
@@ -232,8 +232,8 @@ def test_options_without_the_dataclass_decorator_are_named() -> None:
         strength: float = 0.5
 
     fix = "put @dataclass(frozen=True, kw_only=True) before class Forgotten, or correct its ranges"
-    told = f"Forgotten: expected a dataclass with its own options, got 'none of strength'; {fix}."
-    with pytest.raises(ValueError, match=re.escape(told)):
+    message = f"Forgotten: expected a dataclass with its own options, got 'none of strength'; {fix}."
+    with pytest.raises(ValueError, match=re.escape(message)):
         Forgotten()
 
 
@@ -286,11 +286,12 @@ def test_an_objective_that_cannot_pack_is_refused_before_anything_is_read(
 ) -> None:
     options = ["--model.objective=R2FT", "--data.pack_length=256", f"--runs_dir={tmp_path}"]
     assert main(["fit", "--config", QUICKSTART, *TINY, *options]) == 2
-    told = capsys.readouterr()
+    message = capsys.readouterr()
     assert (
-        "data.pack_length: expected an objective whose samples can be packed, got 'R2FT'; set it to null." in told.err
+        "data.pack_length: expected an objective whose samples can be packed, got 'R2FT'; set it to null."
+        in message.err
     )
-    assert "packed in" not in told.out + told.err
+    assert "packed in" not in message.out + message.err
 
 
 OWN_MODULE = """

@@ -52,12 +52,12 @@ def test_fit_then_test_with_a_point_that_fails(
     with forking_command(tmp_path) as command, monkeypatch.context() as patch:
         patch.setitem(run.__kwdefaults__, "command", command)
         assert main(arguments) == 1
-    said = capsys.readouterr()
-    assert "1 of 2 points failed" in said.err
-    assert "out: 3 rows" in said.out
-    assert "llada *" in said.out
-    assert "refusion *" not in said.out
-    assert "* the model was not trained for this decoder" in said.out
+    output = capsys.readouterr()
+    assert "1 of 2 points failed" in output.err
+    assert "out: 3 rows" in output.out
+    assert "llada *" in output.out
+    assert "refusion *" not in output.out
+    assert "* the model was not trained for this decoder" in output.out
     with (tmp_path / "out" / "results.csv").open() as file:
         good, mismatched, bad = csv.DictReader(file)
     assert good["mismatch"] == ""

@@ -189,7 +189,7 @@ def fill(model: TextModel, schema: Any, seed: int) -> Any:
         group = [places.pop() for _ in range(min(len(places), rng.choice([1, 1, 2, 9])))]
         drawn = []
         for place in group:
-            allowed = state.allowed(place, [])
+            allowed = state.allowed_tokens(place, [])
             assert allowed is not None
             drawn.append(rng.choice(allowed.nonzero()[:, 0].tolist()))
         for place, token in zip(group, drawn, strict=True):

@@ -166,7 +166,7 @@ def sample_text(
     state = constraint.begin(max_length)
     tokens: list[int] = []
     while not tokens or tokens[-1] not in eos:
-        allowed = state.allowed(len(tokens), tokens)
+        allowed = state.allowed_tokens(len(tokens), tokens)
         assert allowed is not None
         [token] = random.choices(range(len(weights)), (weights * allowed).tolist())
         tokens.append(state.settle(len(tokens), tokens, token))
@@ -188,7 +188,7 @@ def is_accepted(model: TextModel, constraint: Constraint, text: str) -> bool:
     state = constraint.begin(400)
     tokens: list[int] = []
     for token in [*model.encode(text), *model.backbone.special_tokens.eos_token_ids]:
-        allowed = state.allowed(len(tokens), tokens)
+        allowed = state.allowed_tokens(len(tokens), tokens)
         if allowed is None or not allowed[token]:
             return False
         tokens.append(token)

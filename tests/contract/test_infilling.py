@@ -105,8 +105,8 @@ def test_decoders_keep_given_tokens_or_not() -> None:
     kept = set(filter(keeps, DECODERS))
     assert kept == KEEPS, "a new decoder belongs into KEEPS or into REFUSES"
     assert set(DECODERS) - kept == REFUSES
-    said = [cls.refuses != Decoder.refuses or cls.refusal is not Decoder.refusal for cls in DECODERS]
-    assert all(said), "refuses without a reason of its own"
+    output = [cls.refuses != Decoder.refuses or cls.refusal is not Decoder.refusal for cls in DECODERS]
+    assert all(output), "refuses without a reason of its own"
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def begun_by(make: type[ConstraintState], *, left_to_right: bool = False) -> Con
 class Alternating(ConstraintState):
     """Even places hold low ids, odd places high ones; so no end of sequence is drawn."""
 
-    def allowed(self, place: int, before: Sequence[int]) -> torch.Tensor:
+    def allowed_tokens(self, place: int, before: Sequence[int]) -> torch.Tensor:
         return only(*(HIGH if place % 2 else LOW))
 
 
@@ -168,7 +168,7 @@ def test_a_constraint_holds_for_every_token(cls: type[Decoder], data: Any, make:
     model = make(decoder)
     row, free = decode(model, decoder, prompts, sampling, batch_size=2).rows
     state = Alternating()
-    assert all(state.allowed(place, ())[token] for place, token in enumerate(row.token_ids))
+    assert all(state.allowed_tokens(place, ())[token] for place, token in enumerate(row.token_ids))
     assert row.num_tokens == sampling.max_new_tokens
     assert free.token_ids == decode(model, decoder, prompts[1:], sampling).rows[0].token_ids
 
@@ -176,7 +176,7 @@ def test_a_constraint_holds_for_every_token(cls: type[Decoder], data: Any, make:
 class Counting(ConstraintState):
     """A token may follow smaller ones only, and the highest one ends the response."""
 
-    def allowed(self, place: int, before: Sequence[int]) -> torch.Tensor | None:
+    def allowed_tokens(self, place: int, before: Sequence[int]) -> torch.Tensor | None:
         if len(before) != place or max(before, default=0) >= VOCAB:
             return None  # after masks of a drafter
         larger = [token for token in (*LOW, *HIGH) if token > max(before, default=0)]

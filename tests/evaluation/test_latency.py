@@ -29,14 +29,14 @@ def test_every_entrant_decodes_every_batch_in_turn(monkeypatch: pytest.MonkeyPat
         for name, decoder in decoders.items()
     }
     turns: list[tuple[str, tuple[int, ...]]] = []
-    timed = latency._timed
+    timed = latency._time_batch
 
     def record_turn(entrant: Entrant, indices: list[int]) -> object:
         name = next(name for name, decoder in decoders.items() if entrant.decoder is decoder)
         turns.append((name, tuple(indices)))
         return timed(entrant, indices)
 
-    monkeypatch.setattr(latency, "_timed", record_turn)
+    monkeypatch.setattr(latency, "_time_batch", record_turn)
     steps: list[tuple[int, int]] = []
     options = LatencyOptions(num_prompts=4, batch_sizes=(1, 2), min_batches=3)
     actual = measure_latency(entrants, options, progress=lambda *counts: steps.append(counts))

@@ -62,7 +62,7 @@ def _sums(data: dict[str, object], name: str = "sums", **options: object) -> dic
             "generation_kwargs": {"until": ["\n"], "max_gen_toks": 24, "do_sample": False, **options}}  # fmt: skip
 
 
-def _said(results: dict[str, Any], name: str = "sums") -> list[str]:
+def _answers(results: dict[str, Any], name: str = "sums") -> list[str]:
     samples = sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
     return [sample["resps"][0][0] for sample in samples]
 
@@ -72,8 +72,10 @@ def test_generate_until_with_the_harness(adapter: RefusionLitModel, data: dict[s
     model = refusion_lit.load(MODEL)
     for name, options in (("sums", {"max_new_tokens": 24}), ("cut", {"max_new_tokens": 10, "stop": ("=",)})):
         expected = model.generate(QUERIES, decoder=ReFusion(slot_size=4), sampling=SamplingParams(**options))
-        assert _said(results, name) == [g.text for g in expected]
-        right = sum(said == s["target"] for said, s in zip(_said(results, name), results["samples"][name], strict=True))
+        assert _answers(results, name) == [g.text for g in expected]
+        right = sum(
+            output == s["target"] for output, s in zip(_answers(results, name), results["samples"][name], strict=True)
+        )
         assert results["results"][name]["exact_match,none"] == pytest.approx(right / 3)
         figures = results["throughput"][name]
         assert figures["num_prompts"] == 3
@@ -81,7 +83,7 @@ def test_generate_until_with_the_harness(adapter: RefusionLitModel, data: dict[s
         assert figures["num_forwards"] == sum(g.num_forwards for g in expected)
         assert figures["tokens_per_forward"] == figures["num_tokens"] / figures["num_forwards"]
         assert figures["tokens_per_second"] == figures["num_tokens"] / figures["seconds"] > 0
-    assert all(len(text) == 5 for text in _said(results, "cut"))  # 12+34, and nothing from the stop string on
+    assert all(len(text) == 5 for text in _answers(results, "cut"))  # 12+34, and nothing from the stop string on
     assert results["throughput"]["cut"]["num_tokens"] < results["throughput"]["sums"]["num_tokens"]
 
 
@@ -104,20 +106,20 @@ def test_the_harness_own_model_finds_the_same_likelihoods_in_an_export(tmp_path:
 def test_no_more_tokens_than_asked_for(adapter: RefusionLitModel, data: dict[str, object]) -> None:
     results = evaluate(adapter, [_sums(data, max_gen_toks=9, until=[])])
     assert results["throughput"]["sums"]["num_tokens"] == 27
-    assert [len(text) for text in _said(results)] == [9, 9, 9]
+    assert [len(text) for text in _answers(results)] == [9, 9, 9]
 
 
 def test_prompts_share_calls_and_nothing_else(data: dict[str, object]) -> None:
-    said, calls = {}, {}
+    output, calls = {}, {}
     for batch_size in (1, 3):
         model = refusion_lit.load(MODEL)
         seen: list[int] = []
         inner = model.backbone.model.get_decoder()
         inner.register_forward_hook(lambda *_, seen=seen: seen.append(1))
         adapter = RefusionLitModel(model, decoder=ReFusion(slot_size=4), batch_size=batch_size)
-        said[batch_size] = _said(evaluate(adapter, [_sums(data, do_sample=True, temperature=2.0)]))
+        output[batch_size] = _answers(evaluate(adapter, [_sums(data, do_sample=True, temperature=2.0)]))
         calls[batch_size] = len(seen)
-    assert said[1] == said[3]
+    assert output[1] == output[3]
     assert 0 < calls[3] < calls[1]
 
 
@@ -293,9 +295,9 @@ def test_chat_template(adapter: RefusionLitModel, data: dict[str, object]) -> No
     prompts = [[*encode_text(tokenizer, query), end, *encode_text(tokenizer, "12>")] for query in QUERIES]
     model = refusion_lit.load(MODEL)
     expected = model.generate_ids(prompts, decoder=ReFusion(slot_size=4), max_new_tokens=24)
-    assert _said(turned) == [g.text for g in expected]
+    assert _answers(turned) == [g.text for g in expected]
     plain = [g.text for g in model.generate(QUERIES, decoder=ReFusion(slot_size=4), max_new_tokens=24)]
-    assert _said(evaluate(adapter, [_sums(data)])) == plain != _said(turned)
+    assert _answers(evaluate(adapter, [_sums(data)])) == plain != _answers(turned)
 
 
 def test_the_command_writes_scores_and_throughput(
@@ -374,9 +376,9 @@ def test_a_published_protocol_comes_from_a_folder_of_task_files(
         (arguments,) = sample["arguments"].values() if isinstance(sample["arguments"], dict) else sample["arguments"]
         prompt = arguments["arg_0"] if isinstance(arguments, dict) else arguments[0]
         assert prompt == f"1+1=2; {sample['doc']['q'].replace('>', '')}, 9>"
-        (said,) = sample["resps"][0]
+        (answer,) = sample["resps"][0]
         (expected,) = refusion_lit.load(source).generate(
             [prompt], sampling=SamplingParams(max_new_tokens=24, stop=(",",))
         )
-        assert said == expected.text
-        assert "," not in said
+        assert answer == expected.text
+        assert "," not in answer

@@ -21,7 +21,7 @@ from refusion_lit.data.tokenizers import load_tokenizer
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.drafter import DrafterOptions
 from refusion_lit.modeling.load import BackboneConfig
-from refusion_lit.modeling.lora import LoraOptions, merged
+from refusion_lit.modeling.lora import LoraOptions, merge_adapters
 from refusion_lit.modeling.saving import save_adapters, save_model
 from refusion_lit.modeling.source import ModelSource
 from refusion_lit.text_model import TextModel
@@ -78,13 +78,15 @@ def test_every_way_out_has_the_trained_logits(
     def assert_equal(logits: Tensor) -> None:
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
-    assert_equal(_library_logits(merged(deepcopy(backbone.model))))
+    assert_equal(_library_logits(merge_adapters(deepcopy(backbone.model))))
 
     state = {f"backbone.{name}": value.clone() for name, value in backbone.state_dict().items()}
-    checkpoint = {METADATA_KEY: CheckpointMetadata.of(trained).to_checkpoint(), "state_dict": state}
+    checkpoint = {METADATA_KEY: CheckpointMetadata.from_model(trained).to_checkpoint(), "state_dict": state}
     torch.save(checkpoint, tmp_path / "trained.ckpt")
     assert_equal(_logits(refusion_lit.load(tmp_path / "trained.ckpt").backbone))
-    tested = BackboneConfig(config=CheckpointMetadata.of(trained).backbone_config().config).build(trained.tokenizer)
+    tested = BackboneConfig(config=CheckpointMetadata.from_model(trained).backbone_config().config).build(
+        trained.tokenizer
+    )
     restore_metadata(checkpoint, tested, trained.tokenizer, resumes=False)
     tested.load_state_dict({name.removeprefix("backbone."): value for name, value in checkpoint["state_dict"].items()})
     assert_equal(_logits(tested.eval()))
@@ -131,7 +133,7 @@ def test_a_head_that_is_stored_beside_a_config_that_ties_it_is_kept(tmp_path: Pa
     trained = _adapt(base, "all-linear")
     expected = _logits(trained.backbone)
     state = {f"backbone.{name}": value.clone() for name, value in trained.backbone.state_dict().items()}
-    checkpoint = {METADATA_KEY: CheckpointMetadata.of(trained).to_checkpoint(), "state_dict": state}
+    checkpoint = {METADATA_KEY: CheckpointMetadata.from_model(trained).to_checkpoint(), "state_dict": state}
     torch.save(checkpoint, tmp_path / "trained.ckpt")
     torch.testing.assert_close(_logits(refusion_lit.load(tmp_path / "trained.ckpt").backbone), expected)
     for name, options in (("export", []), ("adapters", ["--adapter_only=true"])):

@@ -193,9 +193,11 @@ def test_impossible_options_are_refused(decoder: type[ReFusion], options: dict[s
 
 def test_a_default_adapts_to_short_texts() -> None:
     zarya = ReFusion(slot_size=16, num_serial_blocks=4)
-    numbers = {length: zarya.fitted(SamplingParams(max_new_tokens=length)).num_serial_blocks for length in (1, 17, 200)}  # type: ignore[attr-defined]
+    numbers = {
+        length: zarya.adapt_to(SamplingParams(max_new_tokens=length)).num_serial_blocks for length in (1, 17, 200)
+    }  # type: ignore[attr-defined]
     assert numbers == {1: 1, 17: 2, 200: 4}
-    assert ReFusion().fitted(SamplingParams(max_new_tokens=1)) == ReFusion()
+    assert ReFusion().adapt_to(SamplingParams(max_new_tokens=1)) == ReFusion()
 
 
 def test_more_serial_blocks_than_slots_are_refused() -> None:

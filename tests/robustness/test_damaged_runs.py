@@ -69,9 +69,9 @@ def _fails(args: list[str], capfd: pytest.CaptureFixture[str]) -> str:
     """Run a command that must fail with a line; return the line."""
     capfd.readouterr()
     assert main(args) == 2
-    said = capfd.readouterr().err
-    assert "Traceback" not in said
-    (line,) = [line for line in said.splitlines() if line.startswith("refusion-lit: error:")]
+    output = capfd.readouterr().err
+    assert "Traceback" not in output
+    (line,) = [line for line in output.splitlines() if line.startswith("refusion-lit: error:")]
     return line
 
 
@@ -200,12 +200,12 @@ def test_a_directory_that_may_not_be_written_is_refused_before_work_starts(
     }[case]
     read_only(directory)
     assert finished(start(args, tmp_path / "log", without_rights_of_root)) == 2
-    said = (tmp_path / "log").read_text()
-    assert said.count("refusion-lit: error:") == 1
-    assert "a directory that can be written" in said
-    assert str(directory) in said
-    assert "data: " not in said  # no model or data were read
-    assert "Traceback" not in said
+    output = (tmp_path / "log").read_text()
+    assert output.count("refusion-lit: error:") == 1
+    assert "a directory that can be written" in output
+    assert str(directory) in output
+    assert "data: " not in output  # no model or data were read
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "metrics.csv", "config.yaml", "results.json", "environment.json"])

@@ -237,10 +237,10 @@ def test_a_signal_saves_and_ends_and_training_resumes(
         time.sleep(0.005)
     os.kill(process.pid or 0, number)
     assert finished(process) == 128 + number
-    said = (tmp_path / "log").read_text()
-    assert f"refusion-lit: error: stopped by {number.name} after step" in said
-    assert f"resume with: refusion-lit fit --resume {run / 'v'}\n" in said
-    assert "Traceback" not in said
+    output = (tmp_path / "log").read_text()
+    assert f"refusion-lit: error: stopped by {number.name} after step" in output
+    assert f"resume with: refusion-lit fit --resume {run / 'v'}\n" in output
+    assert "Traceback" not in output
     saved = run / "v" / "checkpoints" / "last.ckpt"
     assert 0 < _state(saved)["global_step"] < NUM_STEPS
     assert finished(start(args, tmp_path / "log")) == 0
@@ -265,9 +265,9 @@ def test_how_to_resume_again_has_the_options_that_the_runs_config_lacks(tmp_path
     run = tmp_path / "quickstart" / "v"
     args = ["fit", f"--resume={run}", "--trainer.max_steps=9"]
     assert finished(start(args, tmp_path / "log", interrupt)) == 130
-    said = (tmp_path / "log").read_text()
-    assert said.index("again to stop at once") < said.index("stopped by SIGINT after step 3; saved")
-    assert f"resume with: refusion-lit fit --resume {run} --trainer.max_steps=9\n" in said
+    output = (tmp_path / "log").read_text()
+    assert output.index("again to stop at once") < output.index("stopped by SIGINT after step 3; saved")
+    assert f"resume with: refusion-lit fit --resume {run} --trainer.max_steps=9\n" in output
 
 
 def _rows(run: Path) -> list[tuple[str, bool]]:
@@ -310,8 +310,8 @@ def test_resuming_a_complete_training_changes_nothing(
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in run.rglob("*") if path.is_file()}
     capsys.readouterr()
     assert main(["fit", f"--resume={run}"]) == 0
-    said = capsys.readouterr()
-    (line,) = (said.out + said.err).splitlines()
+    output = capsys.readouterr()
+    (line,) = (output.out + output.err).splitlines()
     assert re.fullmatch(rf"{run} is complete: \d+ of \d+ (steps|epochs); raise trainer\.max_\w+ to train longer", line)
     after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in run.rglob("*") if path.is_file()}
     assert after == before
@@ -336,11 +336,11 @@ def test_a_full_disk_ends_a_logger_with_one_line_that_names_the_file(tmp_path: P
     for name, file in (("at once", events), ("later", events), ("metrics", "/metrics.csv")):
         args = [*fit_args, f"--runs_dir={tmp_path}", f"--run_version={name}"]
         assert finished(start(args, tmp_path / name, partial(fill_up, name))) == 2
-        said = (tmp_path / name).read_text()
+        output = (tmp_path / name).read_text()
         path = f"{tmp_path}/quickstart/{name}{file}"
-        assert f"refusion-lit: error: {path}: No space left on device\n" in said
-        assert said.count("No space left on device") == 1
-        assert "Traceback" not in said
+        assert f"refusion-lit: error: {path}: No space left on device\n" in output
+        assert output.count("No space left on device") == 1
+        assert "Traceback" not in output
 
 
 def test_slurm_is_obeyed_at_the_end_of_a_step_and_the_job_queued_again(tmp_path: Path, fit_args: list[str]) -> None:
@@ -385,14 +385,14 @@ def test_a_full_disk_ends_with_its_name_and_the_checkpoints_before_from_which_th
 
     args = [*fit_args, f"--runs_dir={tmp_path}"]
     assert finished(start(args, tmp_path / "log", fill_up)) == 2
-    said = (tmp_path / "log").read_text()
-    assert said.count("refusion-lit: error:") == 1
-    assert "cannot be written (File too large)" in said
-    assert "earlier checkpoints are as they were" in said
+    output = (tmp_path / "log").read_text()
+    assert output.count("refusion-lit: error:") == 1
+    assert "cannot be written (File too large)" in output
+    assert "earlier checkpoints are as they were" in output
     folder = tmp_path / "quickstart" / "version_0" / "checkpoints"
     assert {path.name for path in folder.iterdir()} == {"epoch=0-step=3.ckpt", "last.ckpt"}
     assert all(_state(path)["global_step"] == 3 for path in folder.iterdir())
-    assert str(folder) in said
+    assert str(folder) in output
     assert main(["fit", f"--resume={folder.parent}"]) == 0
     _assert_like_unbroken(folder.parents[1], unbroken)
 

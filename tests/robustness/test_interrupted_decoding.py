@@ -158,9 +158,9 @@ def test_a_full_disk_keeps_the_batches_before(tmp_path: Path, unbroken: Path) ->
 
     args = _args("test", tmp_path, "v")
     assert finished(start(args, tmp_path / "log", fill_up)) == 2
-    said = (tmp_path / "log").read_text()
-    assert said.count("refusion-lit: error:") == 1
-    assert "cannot be written (File too large)" in said
+    output = (tmp_path / "log").read_text()
+    assert output.count("refusion-lit: error:") == 1
+    assert "cannot be written (File too large)" in output
     assert main([*args, "--model.resume=true"]) == 0
     assert _figures(tmp_path / "r" / "v") == _figures(unbroken)
 
@@ -184,10 +184,10 @@ def test_running_out_of_memory_keeps_the_batches_before_and_names_the_options_to
 
     args, run = _args("test", tmp_path, "v"), tmp_path / "r" / "v"
     assert finished(start(args, tmp_path / "log", fill_up)) == 2
-    said = (tmp_path / "log").read_text()
-    assert said.count("refusion-lit: error:") == 1
-    assert "batch_size: expected prompts that fit into memory, got 2" in said
-    assert "max_cache_tokens" in said
+    output = (tmp_path / "log").read_text()
+    assert output.count("refusion-lit: error:") == 1
+    assert "batch_size: expected prompts that fit into memory, got 2" in output
+    assert "max_cache_tokens" in output
     names = ("predictions_refusion.jsonl", "predictions_other.jsonl")
     assert [len(_lines(run / name)) for name in names] == [4, 4]
     assert main(["test", f"--resume={run}", "--model.decoding.batch_size=1"]) == 0
@@ -210,9 +210,9 @@ def test_prompts_that_do_not_fit_are_refused_before_any_is_decoded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, option: str, message: str
 ) -> None:
     assert main([*_args(command, tmp_path, "v"), option]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("refusion-lit: error:") == 1
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.count("refusion-lit: error:") == 1
     assert not list(tmp_path.rglob("predictions*"))
 
 

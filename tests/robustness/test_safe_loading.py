@@ -100,11 +100,11 @@ def test_trusting_code_is_off_and_says_what_it_means() -> None:
 
 
 def test_a_command_tells_once_that_code_is_trusted(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(UserWarning, match="will run on this machine") as told:
+    with pytest.warns(UserWarning, match="will run on this machine") as message:
         assert (
             main(["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--max_new_tokens=1", "--trust_remote_code"]) == 0
         )
-    assert len({str(warning.message) for warning in told if "trust_remote_code" in str(warning.message)}) == 1
+    assert len({str(warning.message) for warning in message if "trust_remote_code" in str(warning.message)}) == 1
     assert "trust_remote_code" not in capsys.readouterr().err
 
 

@@ -123,17 +123,17 @@ def test_every_forward_is_told_as_it_happens(model: TextModel) -> None:
     assert [len(rounds) for rounds in steps] == [1] * row.num_forwards
     rounds = [entry for [entry] in steps]
     start = len(prompt.token_ids)
-    for told, entry in zip(rounds, row.trace, strict=True):
-        assert told["phase"] == entry.phase
-        assert told["drafted"] == [position - start for position in entry.positions]
-        assert told["texts"] == [model.token_text(token) for token in entry.tokens]
-        assert told["committed"] == [position - start for position in entry.accepted]
+    for message, entry in zip(rounds, row.trace, strict=True):
+        assert message["phase"] == entry.phase
+        assert message["drafted"] == [position - start for position in entry.positions]
+        assert message["texts"] == [model.token_text(token) for token in entry.tokens]
+        assert message["committed"] == [position - start for position in entry.accepted]
     drafted: set[int] = set()
-    for told, entry in zip(rounds, row.trace, strict=True):
-        assert len(told["verified"]) == len(entry.scores)
-        assert drafted >= {*told["verified"]}
-        drafted = drafted.union(told["drafted"]).difference(told["committed"])
-    assert sum(bool(told["verified"]) and not told["committed"] for told in rounds) > 3
+    for message, entry in zip(rounds, row.trace, strict=True):
+        assert len(message["verified"]) == len(entry.scores)
+        assert drafted >= {*message["verified"]}
+        drafted = drafted.union(message["drafted"]).difference(message["committed"])
+    assert sum(bool(message["verified"]) and not message["committed"] for message in rounds) > 3
 
 
 def test_the_asynchronous_client_and_200_connections(model: TextModel) -> None:

@@ -45,7 +45,7 @@ class CheckpointMetadata:
     drafter: DrafterOrigin | None = None
 
     @classmethod
-    def of(cls, model: TextModel) -> CheckpointMetadata:
+    def from_model(cls, model: TextModel) -> CheckpointMetadata:
         """Return the description of a model."""
         backbone = model.backbone
         return cls(
@@ -54,7 +54,7 @@ class CheckpointMetadata:
             tokenizer_files=tokenizer_files(model.tokenizer),
             prompt_template=model.prompt_template,
             adapters=backbone.adapters,
-            drafter=None if backbone.drafter is None else DrafterOrigin.of(backbone.drafter),
+            drafter=None if backbone.drafter is None else DrafterOrigin.from_drafter(backbone.drafter),
         )
 
     def to_checkpoint(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from refusion_lit.modeling.load import (
     decoding_dtype,
     default_device,
 )
-from refusion_lit.modeling.lora import merged, untie
+from refusion_lit.modeling.lora import merge_adapters, untie
 from refusion_lit.modeling.saving import HAS_DRAFTER
 from refusion_lit.modeling.source import ModelSource
 from refusion_lit.modeling.vocabulary import AddBos, set_add_bos
@@ -213,7 +213,7 @@ def _from_checkpoint(source: str, options: BackboneConfig, device: torch.device,
     model = load_checkpoint(source, options, device, check)
     adapted = model.backbone
     model.backbone = Backbone(
-        merged(adapted.model),
+        merge_adapters(adapted.model),
         adapted.traits,
         adapted.special_tokens,
         fused_body=options.fused_body,
@@ -308,7 +308,7 @@ def restore_metadata(
     if metadata.adapters is not None and backbone.adapters is None and not resumes:
         adapted = _rebuild(metadata, stored, None)
         _load_weights(adapted, checkpoint["state_dict"])
-        adapted.model = merged(adapted.model)
+        adapted.model = merge_adapters(adapted.model)
         if not adapted.config.tie_word_embeddings:
             untie(backbone.model)
         checkpoint["state_dict"] = {_WEIGHTS_PREFIX + name: value for name, value in adapted.state_dict().items()}

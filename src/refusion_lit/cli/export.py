@@ -173,7 +173,7 @@ def _card(options: Namespace, model: TextModel, published: CheckpointFormat | No
     run = Path(options.ckpt_path).absolute().parent.parent  # if the checkpoint was not moved
     is_run = options.ckpt_path.endswith(".ckpt") and (run / CONFIG).is_file()
     if options.adapter_only and backbone.drafter is not None:
-        return drafter_card(name, DrafterOrigin.of(backbone.drafter), prompt)
+        return drafter_card(name, DrafterOrigin.from_drafter(backbone.drafter), prompt)
     results = [Path(path) for path in as_list(options.results)]
     tested = backbone
     if results and options.adapter_only:  # a test merges adapters

@@ -72,7 +72,7 @@ def _read_default_decoder(options: Namespace) -> Decoder:
     values = {name: options[name] for name in names if options.get(name)}
     decoder = read_default_decoder(options["ckpt_path"], **values)
     if "max_new_tokens" in options:
-        decoder = decoder.fitted(SamplingParams(max_new_tokens=options["max_new_tokens"]))
+        decoder = decoder.adapt_to(SamplingParams(max_new_tokens=options["max_new_tokens"]))
     return decoder
 
 
@@ -233,7 +233,7 @@ def load_setup(options: Namespace, prompts: Mapping[str, str] | None = None) -> 
         check_plan(plan, options.decoder, lengths, sampling)
 
     model = load_model(options, check)
-    decoder = options.decoder or model.default_decoder.fitted(sampling)
+    decoder = options.decoder or model.default_decoder.adapt_to(sampling)
     return Setup(model, decoder, sampling, decoding, token_ids)
 
 

@@ -128,7 +128,7 @@ def _fail(message: str, code: int) -> int:
 def _how_to_resume(command: str, options: str) -> str:
     if RefusionCLI.claim is None:
         return ""
-    return f"; resume with: refusion-lit {command} --resume {_quoted(RefusionCLI.claim.directory)}{options}"
+    return f"; resume with: refusion-lit {command} --resume {_quote(RefusionCLI.claim.directory)}{options}"
 
 
 def _print_results(cli: RefusionCLI) -> None:
@@ -148,10 +148,10 @@ def _print_results(cli: RefusionCLI) -> None:
             run = next(callback for callback in callbacks if isinstance(callback, run_directory.SaveRun))
             config = run.directory / run_directory.CONFIG  # with the options of the command line
             print(f"checkpoint: {_relative(Path(path))}")
-            print(f"next: refusion-lit test --config {_quoted(config)} --ckpt_path {_quoted(Path(path))}")
+            print(f"next: refusion-lit test --config {_quote(config)} --ckpt_path {_quote(Path(path))}")
 
 
-def _quoted(path: Path) -> str:
+def _quote(path: Path) -> str:
     """Return a path quoted for the shell."""
     return shlex.quote(_relative(path))
 

@@ -168,7 +168,7 @@ class StringEnds:
 
     def __init__(self, compiler: GrammarCompiler, schemas: Iterable[object]) -> None:
         self._compiler = compiler
-        self._schemas = [*{json.dumps(found): None for schema in schemas for found in list_patterns(schema)}]
+        self._schemas = [*{json.dumps(pattern): None for schema in schemas for pattern in list_patterns(schema)}]
         self._states: dict[tuple[str, int], GrammarState | None] = {}
         self._last_ends: dict[str, list[int]] = {}
 
@@ -240,8 +240,8 @@ class GrammarState(ConstraintState):
         self._consumed: list[int] = []
         self._completions: dict[tuple[int, ...], list[int]] = {}
 
-    def allowed(self, place: int, before: Sequence[int]) -> Tensor | None:
-        """Return the tokens that may follow a text; see :meth:`ConstraintState.allowed`."""
+    def allowed_tokens(self, place: int, before: Sequence[int]) -> Tensor | None:
+        """Return the tokens that may follow a text; see :meth:`ConstraintState.allowed_tokens`."""
         if len(before) != place or not self.advance_to(before):
             return None  # after a draft that breaks the schema, or masks of a drafter
         mask = self._mask()

@@ -126,14 +126,14 @@ def _have_no_common_value(first: Any, second: Any) -> bool:  # noqa: ANN401 - an
     """Return whether two schemas differ in all types or in all listed values."""
     if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
         return False
-    listed = [_listed(schema) for schema in (first, second)]
+    listed = [_list_values(schema) for schema in (first, second)]
     if listed[0] is not None and listed[1] is not None:
         return not {*map(_normalize, listed[0])} & {*map(_normalize, listed[1])}
     kinds = [_kinds(schema, values) for schema, values in zip((first, second), listed, strict=True)]
     return bool(kinds[0]) and bool(kinds[1]) and not kinds[0] & kinds[1]
 
 
-def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+def _list_values(schema: Mapping[str, Any]) -> list[Any] | None:
     """Return the values that a schema lists, if it lists any."""
     return [schema["const"]] if "const" in schema else schema.get("enum")
 

@@ -128,7 +128,7 @@ class TemplateState(ConstraintState):
         self._vocab_size = vocab_size
         self._templates = _Templates(templates)
 
-    def allowed(self, place: int, before: Sequence[int]) -> Tensor | None:  # noqa: ARG002
+    def allowed_tokens(self, place: int, before: Sequence[int]) -> Tensor | None:  # noqa: ARG002
         """Return the ids that a remaining alternative allows at a place."""
         choices = self._templates.choices(place)
         if not choices:
@@ -311,9 +311,9 @@ class TemplateCompiler:
             ]
             yield from self._cases(cases, name)
         else:
-            yield from self._typed(schema, kinds[0], name)
+            yield from self._typed_value(schema, kinds[0], name)
 
-    def _typed(self, schema: Mapping[str, Any], kind: str | None, name: str) -> Iterator[Any]:
+    def _typed_value(self, schema: Mapping[str, Any], kind: str | None, name: str) -> Iterator[Any]:
         """Yield the text, spans and cases for a value with a type."""
         if kind == "object":
             yield from self._object(schema, name)

@@ -127,8 +127,8 @@ class SearchState(SlotState):
         root.drafts = None
         if self.top == 0:  # the engine has copied the shared tokens: do not feed them
             root.write_at = self.num_shared
-            self.top = len(self.known)
-            new = self.known[self.num_shared :]
+            self.top = len(self.known_tokens)
+            new = self.known_tokens[self.num_shared :]
             root.tokens = [token for token, _ in new]
             root.positions = [position for _, position in new]
 

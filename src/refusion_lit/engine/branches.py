@@ -81,7 +81,7 @@ def masked_in(state: RowState, start: int, stop: int) -> list[int]:
 def list_uncached(state: RowState) -> list[tuple[int, int]]:
     """Return tokens and positions to feed next: known tokens at first, later the newly committed tokens."""
     if state.num_forwards == 0:
-        return state.known[state.num_cached :]
+        return state.known_tokens[state.num_cached :]
     num_stored = state.num_cached - state.prompt_length - state.prompt.num_given
     return [(state.tokens[place], state.prompt_length + place) for place in state.committed[num_stored:]]
 

@@ -110,7 +110,7 @@ class RowState:
         self.commit_rounds = [0] * length
 
     @property
-    def known(self) -> list[tuple[int, int]]:
+    def known_tokens(self) -> list[tuple[int, int]]:
         """Tokens and positions that are known before the first forward: the prompt, then given tokens."""
         text = [*self.prompt.token_ids, *self.prompt.given]
         return [(token, position) for position, token in enumerate(text) if token is not None]
@@ -253,7 +253,7 @@ class Decoder(ABC):
             ValueError: Naming the option, what was expected and what was got.
         """
 
-    def fitted(self, sampling: SamplingParams) -> "Decoder":  # noqa: ARG002
+    def adapt_to(self, sampling: SamplingParams) -> "Decoder":  # noqa: ARG002
         """Return the decoder with options adapted to a length limit; used for default decoders only."""
         return self
 

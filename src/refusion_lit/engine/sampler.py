@@ -334,7 +334,7 @@ def _allowed_ids(job: SamplingJob) -> list[Tensor | None]:
     """Return which ids every draft may be, bool [vocab]; ``None`` allows all ids."""
     if job.constraint is None:
         return [None] * len(job.branch.draft_at)
-    return [job.constraint.allowed(*context) for context in _contexts(job)]
+    return [job.constraint.allowed_tokens(*context) for context in _contexts(job)]
 
 
 def _contexts(job: SamplingJob) -> Iterator[tuple[int, list[int]]]:

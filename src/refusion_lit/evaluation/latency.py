@@ -144,7 +144,7 @@ def measure_latency(
             names = list(entrants)
             first = turn % len(names)
             for name in names[first:] + names[:first]:
-                seconds, output = _timed(entrants[name], indices)
+                seconds, output = _time_batch(entrants[name], indices)
                 if turn > 0:  # the first batch warms up
                     speeds[size][name].seconds.append(seconds)
                     speeds[size][name].num_tokens.append(sum(row.num_tokens for row in output.rows))
@@ -171,7 +171,7 @@ def _draw_batches(num_prompts: int, size: int, options: LatencyOptions, seed: in
     return batches
 
 
-def _timed(entrant: Entrant, indices: Sequence[int]) -> tuple[float, DecodingOutput]:
+def _time_batch(entrant: Entrant, indices: Sequence[int]) -> tuple[float, DecodingOutput]:
     """Decode a batch; return the seconds by the wall clock and what was decoded."""
     prompts = [entrant.prompts[index] for index in indices]
     device = entrant.model.backbone.device

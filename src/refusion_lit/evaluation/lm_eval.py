@@ -76,7 +76,7 @@ class RefusionLitModel(LM):
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def _decoder_for(self, sampling: SamplingParams) -> Decoder:
-        return self.decoder or self.model.default_decoder.fitted(sampling)
+        return self.decoder or self.model.default_decoder.adapt_to(sampling)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:  # noqa: ARG002
         """Answer prompts; a task's prompts with equal options share forward passes.

@@ -192,7 +192,7 @@ class Evaluation(L.Callback):
         """Return the decoders by name; without names, the model's default decoder."""
         if self.named:
             return self.named
-        decoder = model.default_decoder.fitted(self.sampling)
+        decoder = model.default_decoder.adapt_to(self.sampling)
         return {type(decoder).__name__.lower(): decoder}
 
     def check_plan(self, plan: ModelPlan, prompts: Sequence[Prompt]) -> None:

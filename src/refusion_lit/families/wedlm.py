@@ -277,7 +277,7 @@ class DualStream(Objective):
         num_tokens = batch.input_ids.shape[1]
         size = self.block_size
         positions, is_real = batch.positions, batch.is_real
-        is_masked, weights = self._masked(batch.in_response, noise, mask_ratio)
+        is_masked, weights = self._draw_masks(batch.in_response, noise, mask_ratio)
 
         # Clean tokens of a block, then its masks, both in text order; padding stays behind.
         key = torch.where(is_real, 2 * (positions // size) + is_masked, 2 * num_tokens)
@@ -300,7 +300,7 @@ class DualStream(Objective):
             is_real=torch.cat((is_real, is_real), 1),
         )  # fmt: skip
 
-    def _masked(
+    def _draw_masks(
         self, in_response: Bool[Tensor, "batch token"], noise: KeyedNoise, mask_ratio: MaskRatio
     ) -> tuple[Bool[Tensor, "batch token"], Float[Tensor, "batch token"]]:
         """Draw the masked tokens, an exact share of every block; return them and their weights."""

@@ -95,7 +95,7 @@ class DrafterOrigin:
         return cls(options=kind(**options), base=values["base"])
 
     @classmethod
-    def of(cls, drafter: Drafter | BlockDrafter) -> DrafterOrigin:
+    def from_drafter(cls, drafter: Drafter | BlockDrafter) -> DrafterOrigin:
         """Return a drafter's origin."""
         return cls(options=drafter.options, base=drafter.base)
 
@@ -140,7 +140,7 @@ class Drafter(nn.Module):
         return self.options.num_masks
 
     @contextmanager
-    def applied(self, body: nn.Module) -> Iterator[None]:
+    def adapt(self, body: nn.Module) -> Iterator[None]:
         """Context manager in which the adapters act on every token; gradients reach the adapters, not the body."""
 
         def hook(name: str) -> Any:  # noqa: ANN401 - a hook of torch
@@ -188,7 +188,7 @@ def draft_states(
             use_cache=True,
         )
     masks = drafter.masks[(input_ids[:, length:] - first).clamp(min=0)]
-    with drafter.applied(body):
+    with drafter.adapt(body):
         drafts = body(
             inputs_embeds=masks.to(next(body.parameters()).dtype),
             position_ids=position_ids[:, length:],

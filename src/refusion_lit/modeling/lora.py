@@ -127,7 +127,7 @@ def adapts_embedding(model: Any) -> bool:  # noqa: ANN401 - transformers' or pef
     return hasattr(model.get_input_embeddings(), "base_layer")
 
 
-def merged(model: Any) -> Any:  # noqa: ANN401 - transformers' or peft's class
+def merge_adapters(model: Any) -> Any:  # noqa: ANN401 - transformers' or peft's class
     """Return a model with its adapters merged into its weights, in place; a model without adapters as it is.
 
     A head that is tied to an adapted embedding gets weights of its own first: adapters of the embedding do not change

@@ -13,7 +13,7 @@ from transformers import __version__ as transformers_version
 
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.formats import COMMON_OPTIONS, CheckpointFormat, ExportLayout
-from refusion_lit.modeling.lora import merged
+from refusion_lit.modeling.lora import merge_adapters
 from refusion_lit.modeling.vocabulary import read_special_tokens
 from refusion_lit.modeling.weights import published_weights
 from refusion_lit.utils.files import require_empty, write_atomically
@@ -91,7 +91,7 @@ def save_published(
     path = Path(directory)
     require_empty(path)
     path.mkdir(parents=True, exist_ok=True)
-    model = merged(backbone.model)
+    model = merge_adapters(backbone.model)
     values = published_config(backbone, published, layout)
     if entry:
         values["refusion_lit"] = dict(entry)

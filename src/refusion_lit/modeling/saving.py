@@ -19,7 +19,7 @@ from refusion_lit.modeling.block_drafter import FOLDER, BlockDrafter, save_block
 from refusion_lit.modeling.chat_template import get_chat_options
 from refusion_lit.modeling.custom_generate import write_program
 from refusion_lit.modeling.drafter import FORMAT, OPTIONS_FILE, WEIGHTS_FILE, Drafter, DrafterOrigin
-from refusion_lit.modeling.lora import adapts_embedding, merged, quiet_peft
+from refusion_lit.modeling.lora import adapts_embedding, merge_adapters, quiet_peft
 from refusion_lit.modeling.vocabulary import get_add_bos, prompt_prefix, starts_with_bos
 from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.types import ModelTraits, SpecialTokens
@@ -58,7 +58,7 @@ def save_model(
     path = Path(directory)
     require_empty(path)
     drafter = backbone.drafter
-    model = merged(backbone.model)
+    model = merge_adapters(backbone.model)
     model.config.mask_token_id = backbone.special_tokens.mask_token_id
     first, *others = backbone.special_tokens.eos_token_ids
     model.generation_config.eos_token_id = [first, *others] if others else first
@@ -108,7 +108,7 @@ def save_drafter(
         unused_token_ids: Ids below it that belong to no token.
     """
     digest = weights_digest(body.get_submodule("layers"))
-    values = {"format": FORMAT, **asdict(DrafterOrigin.of(drafter)), "base_weights": digest}
+    values = {"format": FORMAT, **asdict(DrafterOrigin.from_drafter(drafter)), "base_weights": digest}
     values["vocab_size"] = vocab_size
     if unused_token_ids:
         values["unused_token_ids"] = [*unused_token_ids]

@@ -113,7 +113,7 @@ class ReFusion(Decoder):
         """Refuse more serial blocks than slots."""
         require_serial_blocks(self.num_serial_blocks or 1, self.slot_size, sampling)
 
-    def fitted(self, sampling: SamplingParams) -> ReFusion:
+    def adapt_to(self, sampling: SamplingParams) -> ReFusion:
         """Return the decoder with no more serial blocks than slots."""
         if self.num_serial_blocks is None:
             return self
@@ -234,7 +234,7 @@ class ReFusion(Decoder):
             num_seen: Number of cache entries that the masks see.
             write_at: Index of the branch's first cache entry.
         """
-        known = () if state.num_plans else state.known[state.num_cached :]
+        known = () if state.num_plans else state.known_tokens[state.num_cached :]
         masks = state.positions(slots, self._num_masks)
         # With few masks, reading all of them at once costs less than a second pass of the head.
         is_lazy = self.slot_confidence == "first" and (self.infill != "bonus" or len(masks) > FEW_POSITIONS)

@@ -259,7 +259,7 @@ def projection_tables(paths: Sequence[str], targets: str, baseline: str | None =
     """
     parsed = [parse_target(text.strip()) for text in targets.split(",")]
     rows = compare(*read_runs(paths), baseline).rows
-    entries = [(row, *entry) for row in rows for entry in _counted(row)]
+    entries = [(row, *entry) for row in rows for entry in _list_calls(row)]
     fix = "run `refusion-lit test` again: it counts them"
     require(bool(entries), "project", f"runs with counted calls in {', '.join(paths)}", "runs without", fix)
     return "\n".join(_table(*target, entries, baseline) for target in parsed)
@@ -268,7 +268,7 @@ def projection_tables(paths: Sequence[str], targets: str, baseline: str | None =
 _Entry = tuple[ComparisonRow, str, int, CallShapes]
 
 
-def _counted(row: ComparisonRow) -> Iterator[tuple[str, int, CallShapes]]:
+def _list_calls(row: ComparisonRow) -> Iterator[tuple[str, int, CallShapes]]:
     """Yield the row's counted calls: what was decoded, the number of committed tokens, and the calls."""
     lines = row.run.results["call_shapes"].get(row.decoder)
     if lines:

@@ -160,7 +160,7 @@ class SlotDiffusionModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store everything that loading the model needs, but no test-time options."""
-        checkpoint[METADATA_KEY] = CheckpointMetadata.of(self.text_model()).to_checkpoint()
+        checkpoint[METADATA_KEY] = CheckpointMetadata.from_model(self.text_model()).to_checkpoint()
         checkpoint[_NUM_POSITIONS] = int(self.figures.num_positions)
         checkpoint[_OPTIMIZER] = self._optimizer_options
 
@@ -368,7 +368,7 @@ class SlotDiffusionModule(L.LightningModule):
     def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:  # noqa: ARG002 - Lightning's signature
         """Add a batch's loss; the batch is empty on a process without samples."""
         _require_batch(batch, ResponseBatch)
-        corrupted = self.validation.corrupted(batch, self.model.special_tokens)
+        corrupted = self.validation.corrupt(batch, self.model.special_tokens)
         self.validation.means.update(None if corrupted is None else self.loss(corrupted))
 
     def configure_callbacks(self) -> list[L.Callback]:

@@ -42,7 +42,7 @@ class Validation(L.Callback):
         self._started = time.perf_counter()
         self.means.to(pl_module.device).reset()
 
-    def corrupted(self, batch: ResponseBatch, special_tokens: SpecialTokens) -> CorruptedBatch | None:
+    def corrupt(self, batch: ResponseBatch, special_tokens: SpecialTokens) -> CorruptedBatch | None:
         """Corrupt a batch with noise and mask ratios that depend on its samples only.
 
         Mask ratios are 16 values, evenly spaced in (0, 1), chosen by the samples' keys.

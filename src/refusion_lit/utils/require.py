@@ -103,7 +103,7 @@ def check_options(options: DataclassInstance, prefix: str = "") -> None:
     Raises:
         ValueError: Naming the option, the expected and the given value.
     """
-    for name, (choices, limit, optional) in _allowed(type(options)).items():
+    for name, (choices, limit, optional) in _read_ranges(type(options)).items():
         option, value = prefix + name, getattr(options, name)
         if optional and value is None:
             continue
@@ -116,7 +116,7 @@ def check_options(options: DataclassInstance, prefix: str = "") -> None:
 
 
 @cache
-def _allowed(kind: type[DataclassInstance]) -> dict[str, tuple[tuple[object, ...], float | str | None, bool]]:
+def _read_ranges(kind: type[DataclassInstance]) -> dict[str, tuple[tuple[object, ...], float | str | None, bool]]:
     """Return choices, minimum or interval, and whether ``None`` is allowed, by option."""
     try:
         hints = get_type_hints(kind)

@@ -222,13 +222,13 @@ def test_a_second_fit_rolls_out_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert module.step_source is not None
     assert module.step_source.pending
     decoded: list[str] = []
-    decode = Rollouts._decoded
+    decode = Rollouts._decode_groups
 
     def recorded(self: Rollouts, prompts: Sequence[Prompt], number: int) -> Any:
         decoded.extend(prompt.id for prompt in prompts)
         return decode(self, prompts, number)
 
-    monkeypatch.setattr(Rollouts, "_decoded", recorded)
+    monkeypatch.setattr(Rollouts, "_decode_groups", recorded)
     task = InstructionFiles(train=str(written(tmp_path / "other.jsonl", 16)), validation_fraction=0.5)
     trainer = L.Trainer(
         accelerator="cpu", max_steps=1, logger=False, limit_val_batches=0, enable_checkpointing=False,

@@ -179,13 +179,13 @@ class Rollouts(StepSource):
         started = time.perf_counter()
         update_seconds = started - self._finished if self._finished else 0.0
         parts = [_prompts(batch) for batch in step]
-        groups = self._decoded([prompt for part in parts for prompt in part], number)
+        groups = self._decode_groups([prompt for part in parts for prompt in part], number)
         self.figures = self._figures(list(groups.values()))
         self._finished = time.perf_counter()
         self.figures |= {"rollout_seconds": self._finished - started, "update_seconds": update_seconds}
         return [self._batch([groups[prompt.id] for prompt in part]) for part in parts]
 
-    def _decoded(self, prompts: Sequence[Prompt], number: int) -> dict[str, list[_Answer]]:
+    def _decode_groups(self, prompts: Sequence[Prompt], number: int) -> dict[str, list[_Answer]]:
         """Return a group of rewarded answers for each prompt, by the prompt's id."""
         size = self.objective.group_size
         copies = [replace(prompt, id=f"{prompt.id}/{i}") for prompt in prompts for i in range(size)]
@@ -193,7 +193,7 @@ class Rollouts(StepSource):
         # The last part of the key once counted repeated roll-outs. It stays, so that old runs decode the same answers.
         sampling = replace(self._sampling, seed=stable_key("rollout", self.seed, number, 0))
         rows = self.evaluation.decode(self._model, self._decoder, copies, [recorder], sampling, trace=True).rows
-        totals = self._rewarded([prompt for prompt in prompts for _ in range(size)], rows)
+        totals = self._sum_rewards([prompt for prompt in prompts for _ in range(size)], rows)
         trajectories = [recorder.trajectories[index] for index in range(len(rows))]
         rewards = torch.tensor(totals, dtype=torch.float64).view(-1, size)
         is_overlong = torch.tensor([row.finish_reason == "length" for row in rows]).view(-1, size)
@@ -203,7 +203,7 @@ class Rollouts(StepSource):
         answers = [_Answer(*parts) for parts in zip(*columns, strict=True)]
         return {prompt.id: answers[i * size : (i + 1) * size] for i, prompt in enumerate(prompts)}
 
-    def _rewarded(self, prompts: Sequence[Prompt], rows: Sequence[Generation]) -> list[float]:
+    def _sum_rewards(self, prompts: Sequence[Prompt], rows: Sequence[Generation]) -> list[float]:
         """Return weighted sums of rewards by answer; NaN for dropped answers."""
         examples = [self._example(prompt.id) for prompt in prompts]
         texts = [row.text for row in rows]

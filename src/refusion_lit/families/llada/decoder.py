@@ -112,7 +112,7 @@ class LLaDA(Decoder):
         steps = self.steps or length
         require(steps % num_blocks == 0, "steps", f"a multiple of the {num_blocks} blocks", steps, "leave it out")
 
-    def fitted(self, sampling: SamplingParams) -> LLaDA:
+    def adapt_to(self, sampling: SamplingParams) -> LLaDA:
         """Return the decoder with the longest blocks, of at most ``block_length``, that fill the response."""
         length = sampling.max_new_tokens
         if self.block_length is None or length % self.block_length == 0:

@@ -162,7 +162,7 @@ class FusedBody:
             heads = layer.heads(normed)
             if masks is not None:
                 masks.add(number, "attention", normed, heads)
-            mixed = attention(number, *self._rotated(layer, heads, rotation)).flatten(1)
+            mixed = attention(number, *self._rotate(layer, heads, rotation)).flatten(1)
             layer.output.add_to(hidden, mixed)
             if masks is not None:
                 masks.add(number, "output", mixed, hidden)
@@ -197,7 +197,7 @@ class FusedBody:
         cos, sin = self._rotary(self._embedding, positions[None])
         return cos.view(-1, 1, self._head_dim), (sin * self._sign).view(-1, 1, self._head_dim)
 
-    def _rotated(
+    def _rotate(
         self, layer: _Layer, heads: Float[Tensor, "token width"], rotation: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries and keys, and values, each [token, head, dim]."""
