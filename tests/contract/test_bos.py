@@ -168,6 +168,16 @@ def test_the_program_on_the_card_encodes_likewise(kind: str, add_bos: Any, templ
     assert scope["input_ids"].tolist() == [[*expected]]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_program_reads_names_in_a_template_though_the_tokenizer_splits_names(kind: str) -> None:
+    tokenizer = make_tokenizer(kind, split_special_tokens=True)
+    template = f"{tokenizer.bos_token or tokenizer.eos_token}[INST] {{query}} [/INST]"
+    scope: dict[str, Any] = {"tokenizer": tokenizer}
+    exec(prompt_code(tokenizer, template), scope)
+    expected = encode_example(tokenizer, Example(id="0", query="...", response="a"), template).prompt_ids
+    assert scope["input_ids"].tolist() == [[*expected]]
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_harness_conditions_on_bos_once(kind: str, folders: dict[str, Path]) -> None:

@@ -137,6 +137,32 @@ def test_openings_and_ends_of_answers_are_those_of_the_template(kind: str, templ
             assert answer.strip() in tokenizer.decode(sample.response_ids)
 
 
+QWEN3 = (  # thoughts are taken out of the text of an answer, and the last answer has them always
+    _TURN + "{% set parts = m['content'].split('</think>') %}<|im_start|>assistant\n{% if loop.last %}<think>\n"
+    "{{ parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 }}\n</think>\n\n{% endif %}"
+    "{{ parts[-1].strip() }}<|im_end|>\n{% else %}<|im_start|>user\n{{ m['content'] }}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["qwen", "llama2", "gemma"])
+def test_thoughts_that_a_template_writes_itself_are_trained_as_it_writes_them(kind: str) -> None:
+    tokenizer: Any = make_tokenizer(kind, chat=True, chat_template=QWEN3)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    thought = "<think>\nHm.\n</think>\n\nIn Italy."
+    for answer in (thought, thought + "\n", "In Italy.", " In Italy.\n"):
+        turns = [
+            TURNS[0],
+            {"role": "assistant", "content": thought},
+            TURNS[2],
+            {"role": "assistant", "content": answer},
+        ]
+        sample = encode_example(tokenizer, Example(id="0", query="", response=answer, messages=tuple(turns[:3])))
+        ids = [*sample.prompt_ids, *sample.response_ids]
+        assert ids == tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"][: len(ids)], answer
+        assert tokenizer.convert_ids_to_tokens(ids[-1]) == "<|im_end|>"
+
+
 def test_tags_of_thoughts_that_are_special_tokens_are_the_template_s() -> None:
     """The template looks for them in earlier answers, and models write them as tokens; elsewhere they are text."""
     content = "m['content'].split('</think>')[-1].lstrip('\n') if not loop.last else m['content']"

@@ -124,16 +124,19 @@ def encode_response(
     end = closing[: _find_end(tokenizer, closing, guard.find_names(closing)) or 0]
     after = [] if end else [eos]
     rendered = render(response)
-    written = rendered[len(before) : len(rendered) - len(closing)]
+    body = rendered.removesuffix(closing) if rendered.endswith(closing) else ""
+    text = guard.mark(response, is_answer=True).strip()
     # Many templates trim an answer. Others change it, by leaving out thoughts, say.
-    is_kept = rendered == before + written + closing and written.strip() == guard.mark(response, is_answer=True).strip()
-    if is_kept and (before + written).startswith(opened):
-        return [*_encode_rest(tokenizer, guard, before + written + end, opened, prompt_ids), *after]
-    if is_kept and _without_opening(response, opened) == response:
+    is_kept = body.rstrip().endswith(text)
+    if is_kept and body.startswith(opened):
+        return [*_encode_rest(tokenizer, guard, body + end, opened, prompt_ids), *after]
+    if is_kept and body and _without_opening(response, opened) == response:
         # The template writes the earlier turns or the assistant's opening in another way than in the prompt, such as
         # Mistral's system text, which is in the last turn of the user, and openings with "<think>".
-        lead = _find_lead(before, opened, guard.mark(str(turns[-1].get("content") or "")))
-        return [*encode_parts(tokenizer, guard.split(lead + written + end), within=True), *after]
+        is_plain = body.startswith(before) and body[len(before) :].strip() == text
+        start = len(before) if is_plain else len(body.rstrip()) - len(text)
+        lead = _find_lead(body[:start], opened, guard.mark(str(turns[-1].get("content") or "")))
+        return [*encode_parts(tokenizer, guard.split(lead + body[start:] + end), within=True), *after]
     text = guard.mark(_without_opening(response, opened), is_answer=True)
     return [*encode_parts(tokenizer, guard.split(text + end), within=True), *after]
 

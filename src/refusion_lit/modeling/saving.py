@@ -201,11 +201,12 @@ def prompt_code(tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> str
         text = prompt_template.replace("{query}", "...")
         quoted = json.dumps(text, ensure_ascii=False)
         program = ""
-        ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: Any = tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
         is_plain = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ids
-        options = ", split_special_tokens=True" if is_plain else ""
+        does_split = bool(getattr(tokenizer, "split_special_tokens", False))  # unless the program says otherwise
+        options = f", split_special_tokens={is_plain}" if is_plain or does_split else ""
         prefix = [] if starts_with_bos(ids, tokenizer) else prefix
-        if prefix and tokenizer(text)["input_ids"] == [*prefix, *ids]:
+        if prefix and tokenizer(text, split_special_tokens=is_plain)["input_ids"] == [*prefix, *ids]:
             return f'input_ids = tokenizer({quoted}{options}, return_tensors="pt").input_ids  # begins with BOS'
         call = f"tokenizer({quoted}, add_special_tokens=False{options}"
     if not prefix:
