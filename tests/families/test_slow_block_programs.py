@@ -6,7 +6,6 @@ The programs follow the rules of the authors' programs (LLaDA2.0, LLaDA2.1, SDAR
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from refusion_lit.decoding import BlockDiffusion, Decoder, TokenEditing, decode
 from refusion_lit.engine.sampler import draw_tokens
@@ -22,11 +20,10 @@ from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import stable_key
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.example_counts import examples
-from support.fakes import MASK, SPECIAL, VOCAB
-from support.slow_decoding import cut
+from support.fakes import MASK, SPECIAL
+from support.slow_decoding import BANNED, cut, random_backbone
 
 ENDS = SPECIAL.eos_token_ids
-BANNED = [token for token in SPECIAL.banned_token_ids if token < VOCAB]
 WORDS = [token for token in range(SPECIAL.vocab_size) if token not in {*BANNED, *ENDS}]
 Run = tuple[list[int], int]
 """A text up to its first EOS, and the number of forwards."""
@@ -34,20 +31,10 @@ Choice = Callable[[dict[int, tuple[Tensor, float]], int], list[int]]
 """Places to unmask, from log-probabilities and the drawn token's probability by place, and the step's quota."""
 
 
-@cache
 def make_backbone(block_size: int, seed: int, scale: float) -> Backbone:
     """Return a random model that never prefers a token that no decoder draws."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        config = AutoConfig.for_model("llama", vocab_size=VOCAB, **sizes, initializer_range=0.5)
-        library = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa").eval()
     traits = ModelTraits(attention="block_causal", block_size=block_size, predictions=("mask", "visible"))
-    backbone = Backbone(library, traits, SPECIAL)
-    penalty = torch.zeros(VOCAB, dtype=torch.float64)
-    penalty[BANNED] = -200
-    backbone.model.lm_head.register_forward_hook(lambda _module, _inputs, logits: logits * scale + penalty)
-    return backbone
+    return random_backbone(seed, scale, traits)
 
 
 def log_probabilities(backbone: Backbone, text: list[int]) -> Tensor:

@@ -5,7 +5,6 @@ The programs follow the rules of Tencent's two programs and of transformers' Dif
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import count
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from refusion_lit.decoding import Decoder, WeDLM, decode
 from refusion_lit.modeling.backbone import Backbone
@@ -21,37 +19,18 @@ from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.example_counts import examples
 from support.fakes import MASK, SPECIAL, VOCAB
 from support.replayed_canvas import DRAWS, Draws, Replayed
-from support.slow_decoding import cut
+from support.slow_decoding import BANNED, compute, cut, random_backbone
 
 ENDS = SPECIAL.eos_token_ids
-BANNED = [token for token in SPECIAL.banned_token_ids if token < VOCAB]
 WORDS = [token for token in range(SPECIAL.vocab_size) if token not in {*BANNED, *ENDS}]
 TEXTS = st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=9).map(tuple), min_size=1, max_size=4)
 Text = tuple[int, ...]
 
 
-@cache
-def make_backbone(seed: int, scale: float) -> Backbone:
-    """Return a random model that never prefers a token that no decoder draws."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        config = AutoConfig.for_model("llama", vocab_size=VOCAB, **sizes, initializer_range=0.5)
-        library = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa").eval()
-    penalty = torch.zeros(VOCAB, dtype=torch.float64)
-    penalty[BANNED] = -200
-    library.lm_head.register_forward_hook(lambda _module, _inputs, logits: logits * scale + penalty)
-    return Backbone(library, ModelTraits(predictions=("mask", "next_token", "visible")), SPECIAL)
-
-
-MODELS = st.builds(make_backbone, seed=st.integers(0, 9), scale=st.sampled_from([0.3, 1.0, 3.0]))
-
-
-def compute(model: Backbone, tokens: list[int], positions: list[int], visible: Tensor) -> Tensor:
-    """Return log-probabilities of transformers' model."""
-    ids, places = torch.tensor([tokens]), torch.tensor([positions])
-    logits = model.model(ids, attention_mask=visible[None, None], position_ids=places, use_cache=False).logits
-    return logits[0].log_softmax(-1)
+TRAITS = ModelTraits(predictions=("mask", "next_token", "visible"))
+MODELS = st.builds(
+    random_backbone, seed=st.integers(0, 9), scale=st.sampled_from([0.3, 1.0, 3.0]), traits=st.just(TRAITS)
+)
 
 
 def decode_batch(model: Backbone, decoder: Decoder, prompts: list[Text], length: int) -> list[Any]:

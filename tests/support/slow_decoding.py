@@ -3,9 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from functools import cache
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.types import ModelTraits
+from support.fakes import SPECIAL, VOCAB
+
+BANNED = [token for token in SPECIAL.banned_token_ids if token < VOCAB]
+
+
+@cache
+def random_backbone(seed: int, scale: float, traits: ModelTraits) -> Backbone:
+    """Return a random model that never prefers a token that no decoder draws."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model("llama", vocab_size=VOCAB, **sizes, initializer_range=0.5)
+        library = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa").eval()
+    penalty = torch.zeros(VOCAB, dtype=torch.float64)
+    penalty[BANNED] = -200
+    library.lm_head.register_forward_hook(lambda _module, _inputs, logits: logits * scale + penalty)
+    return Backbone(library, traits, SPECIAL)
+
+
+def compute(model: Backbone, tokens: list[int], positions: list[int], visible: Tensor) -> Tensor:
+    """Return log-probabilities of transformers' model, without a cache."""
+    ids, places = torch.tensor([tokens]), torch.tensor([positions])
+    logits = model.model(ids, attention_mask=visible[None, None], position_ids=places, use_cache=False).logits
+    return logits[0].log_softmax(-1)
 
 
 def best_allowed(logits: Tensor, banned: Iterable[int], vocab_size: int) -> int:
