@@ -190,6 +190,8 @@ IMPOSSIBLE = [
         "partial_rotary_factor",
     ),
     ("sdar-tiny", {"layer_types": ["sliding_attention"] * 3}, "sliding_window"),
+    ("llada2-tiny", {"routed_scaling_factor": float("nan")}, "routed_scaling_factor"),
+    ("diffusion-gemma-tiny", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
     ("idlm-tiny", {"layer_types": ["linear_attention"] * 3}, "linear_attention"),
     ("nld-tiny", {"layer_types": ["sliding_attention"] * 3}, "sliding_window"),
     ("wedlm-tiny", {"vision_config": {"hidden_size": 16}}, "vision_config"),
@@ -221,6 +223,10 @@ def test_quantised_weights_are_refused_by_their_method(
 
 EVERYWHERE = [
     ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    ({"initializer_range": -1.0}, "initializer_range"),
+    ({"final_logit_softcapping": 0.0}, "final_logit_softcapping"),
+    ({"final_logit_softcapping": "x"}, "final_logit_softcapping"),
     ({"attention_dropout": -1.0}, "attention_dropout"),
     ({"attention_dropout": 1.5}, "attention_dropout"),
     ({"layer_types": ["full_attention"]}, "layer_types"),

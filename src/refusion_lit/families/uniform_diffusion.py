@@ -293,6 +293,9 @@ class _DiffusionGemmaFormat(CheckpointFormat):
         groups = [rope.get(kind) for kind in kinds] if isinstance(rope, Mapping) else [rope]
         fits = rope is None or all(isinstance(group, Mapping) for group in groups)
         require(fits, f"{where}: rope_parameters", f"rotary options of {' and '.join(kinds)}", rope, fix)
+        seen = text.get("use_bidirectional_attention")
+        expected = "vision, or null: text is causal"
+        require(seen in (None, "vision"), f"{where}: use_bidirectional_attention", expected, seen, fix)
         for name in ("rope_scaling", "partial_rotary_factor"):
             require(text.get(name) is None, f"{where}: {name}", "none, but rope_parameters", text.get(name), fix)
         taken, num_experts = text.get("top_k_experts"), text.get("num_experts")

@@ -46,8 +46,11 @@ _ROTARY_NUMBERS = dict.fromkeys(
     "(0, inf)",
 ) | {"factor": "[1, inf)", "partial_rotary_factor": "(0, 1]"}  # fmt: skip
 """Intervals of rotary options."""
-_NUMBERS = dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), "[0, inf)") | {
-    "attention_dropout": "[0, 1]"
+_NUMBERS = {
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), "[0, inf)"),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "routed_scaling_factor"), "(0, inf)"),
+    "initializer_range": "[0, inf)",
+    "attention_dropout": "[0, 1]",
 }
 """Intervals of further options that are numbers in every architecture that has them."""
 _WITH_PARTIAL_ROTARY = ("glm4_moe",)
