@@ -120,7 +120,7 @@ def test_a_damaged_fingerprint_is_refused_and_the_predictions_kept(tmp_path: Pat
         (b"a: &b [*b]", "contains itself"),
         (b"1: 2", "expected names of options"),
         (b"a: !!set {b}", "got set"),
-        (b"[" * 5000, "not YAML"),
+        (b"[\n" * 5000, "not YAML"),
         (b"- 1", "expected a mapping of options"),
         (b"a: {b: 1}\nc: {b: 1}\na: 2", r"a is given twice .*line 3"),
         (b"a: {b: 1, c: 2, b: 3}", r"b is given twice .*column 17"),

@@ -28,8 +28,8 @@ TOKENS = [
     "!!python/name:os.system", "!!python/object/apply:os.getcwd []", "&a [*a]", "&b {c: *b}", "*none", "2001-99-99",
     "2001-01-01", "0b", "0x_", "0o9", "1_", ".inf", ".nan", "1e999", "9" * 400, "7" * 5000, "<<: 3", "<<: [1]",
     "? [a]\n: 1", "? {}", "=", "~", "- - -", "\t", "%YAML 9.9\n---\n", "---\n", "...\n", '"\\ud800"', '"\\x00"',
-    "[" * 300, "{a: " * 300, "[" * 5000, "\ufeff", "@", "`", "|\n x", "null:", ": x", "class_path: x", "class_path: []",
-    "class_path: ReFusion", "init_args: 3", "init_args: {1: 2}", "init_args: {a: 2001-01-01}",
+    "[\n" * 300, "{a: " * 300, "[\n" * 5000, "\ufeff", "@", "`", "|\n x", "null:", ": x", "class_path: x",
+    "class_path: []", "class_path: ReFusion", "init_args: 3", "init_args: {1: 2}", "init_args: {a: 2001-01-01}",
 ]  # fmt: skip
 TOKEN_BYTES = [token.encode("utf-8", "surrogatepass") for token in TOKENS]
 

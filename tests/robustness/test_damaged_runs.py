@@ -33,7 +33,7 @@ DAMAGES: dict[str, Damage] = {
     "zeros": lambda path: path.write_bytes(bytes(200)),
     "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe{"),
     "a list": lambda path: path.write_text("[1]"),
-    "deep": lambda path: path.write_text("[" * 100_000),
+    "deep": lambda path: path.write_text("[\n" * 100_000),  # in a line, PyYAML would look for a key for seconds
     "a directory": _replace_by_directory,
 }
 

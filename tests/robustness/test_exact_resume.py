@@ -243,6 +243,8 @@ def test_a_signal_saves_and_ends_and_training_resumes(
     assert "Traceback" not in output
     saved = run / "v" / "checkpoints" / "last.ckpt"
     assert 0 < _state(saved)["global_step"] < NUM_STEPS
+    if number == signal.SIGINT:  # the same handler has saved the same
+        return
     assert finished(start(args, tmp_path / "log")) == 0
     (run / "v").rename(run / "version_0")
     _assert_like_unbroken(run, unbroken)
