@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import math
+import re
 import warnings
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from refusion_lit.training.optimizer import (
     make_scheduler,
     parameter_groups,
     read_optimizer_options,
+    rehearse,
 )
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.files import acquire_lock, release_lock
@@ -83,6 +87,46 @@ def test_base_classes_and_schedules_by_validation_figures_are_refused_by_name() 
             make_scheduler(optimizer, cls)
     with pytest.raises(ValueError, match=r"^model\.lr_scheduler: .*init_args"):
         make_scheduler(optimizer, lambda made: torch.optim.lr_scheduler.OneCycleLR(made, max_lr=0.1))
+
+
+class _TwiceASgd(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        closure()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "make_schedule", "option"),
+    [
+        (torch.optim.SparseAdam, None, "model.optimizer"),
+        (torch.optim.LBFGS, None, "model.optimizer"),
+        (partial(torch.optim.AdamW, capturable=True), None, "model.optimizer"),
+        (partial(torch.optim.AdamW, differentiable=True), None, "model.optimizer"),
+        (partial(torch.optim.AdamW, fused=True, foreach=True), None, "model.optimizer"),
+        (_TwiceASgd, None, "model.optimizer"),
+        (torch.optim.SGD, partial(torch.optim.lr_scheduler.StepLR, step_size=0), "model.lr_scheduler"),
+        (torch.optim.SGD, partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=0), "model.lr_scheduler"),
+        (
+            torch.optim.SGD,
+            partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=9),
+            "model.lr_scheduler",
+        ),
+    ],
+)
+def test_optimizers_and_schedules_that_fail_in_a_step_are_refused_before_work_starts(
+    make: Any, make_schedule: Any, option: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^{re.escape(option)}: "):
+        rehearse(nn.Linear(2, 2), make, make_schedule or partial(WarmupCosine(warmup_steps=0), num_steps=10), 10)
+
+
+@pytest.mark.parametrize(
+    "make", [None, torch.optim.SGD, torch.optim.Adafactor, torch.optim.Rprop, torch.optim.Adagrad, torch.optim.ASGD]
+)
+def test_what_can_be_trained_with_is_accepted(make: Any) -> None:
+    schedule = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=10, cycle_momentum=False)
+    for num_steps in (10, 1, math.inf):
+        rehearse(nn.Linear(2, 2), make, schedule, num_steps)
 
 
 @pytest.mark.parametrize(

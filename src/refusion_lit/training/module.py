@@ -42,6 +42,7 @@ from refusion_lit.training.optimizer import (
     make_optimizer,
     make_scheduler,
     read_optimizer_options,
+    rehearse,
     warn_of_slow_precision,
 )
 from refusion_lit.training.resume import begin_resumed_epoch, correct_counters, keep_patience
@@ -359,8 +360,9 @@ class SlotDiffusionModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:  # noqa: ANN401 - Lightning's dictionary
         """Make optimizer and schedule."""
-        optimizer = make_optimizer(self.model, self.optimizer_callable)
         make = self.scheduler_callable or partial(self.schedule, num_steps=self._num_steps)
+        rehearse(self.model, self.optimizer_callable, make, self.trainer.estimated_stepping_batches)
+        optimizer = make_optimizer(self.model, self.optimizer_callable)
         scheduler = make_scheduler(optimizer, make)
         self._optimizer_options = read_optimizer_options(optimizer, scheduler)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from refusion_lit.modeling.load import decoding_dtype
 from refusion_lit.training.callbacks import last_checkpoint
+from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import check_options, require
 
 _NUM_SHOWN = 4
@@ -70,6 +72,56 @@ def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def rehearse(
+    module: nn.Module, make: OptimizerCallable | None, make_schedule: LRSchedulerCallable, num_steps: float
+) -> None:
+    """Try an optimizer and its schedule on small parameters, because many of their errors come with a step.
+
+    Args:
+        module: The module to be trained.
+        make: Makes the optimizer from parameter groups; AdamW by default.
+        make_schedule: Makes the schedule.
+        num_steps: Number of steps in the training; infinite if unknown.
+
+    Raises:
+        ValueError: If the optimizer cannot take a step with dense gradients, or calls the loss more than once in a
+            step, or the schedule has no rate for a step.
+    """
+    trained = {p.ndim: p for p in module.parameters() if p.requires_grad}.values()
+    small = nn.ParameterList(nn.Parameter(torch.zeros([2] * p.ndim, device=p.device)) for p in trained)
+    optimizer = make_optimizer(small, make)
+    scheduler = make_scheduler(optimizer, make_schedule)
+    num_calls = 0
+
+    def loss() -> float:
+        nonlocal num_calls
+        num_calls += 1
+        for parameter in small:
+            parameter.grad = torch.zeros_like(parameter)
+        return 0.0
+
+    with _renamed_errors("model.optimizer"):
+        optimizer.step(loss)
+    expected = "an optimizer that computes the loss once in a step"
+    got, fix = f"{type(optimizer).__name__}, which computes it {num_calls} times", "name one such as torch.optim.AdamW"
+    require(num_calls == 1, "model.optimizer", expected, got, fix)
+    with _renamed_errors("model.lr_scheduler"):
+        scheduler.step()
+        if 1 < num_steps < math.inf:
+            scheduler.last_epoch = int(num_steps) - 1
+            scheduler.step()
+
+
+@contextmanager
+def _renamed_errors(option: str) -> Iterator[None]:
+    """Turn any error of a class of torch or another library, which names no option, into a ValueError."""
+    try:
+        yield
+    except Exception as error:
+        reason = error_reason(error).rstrip(".")
+        raise ValueError(f"{option}: {reason}; correct {option}.init_args, or name another class.") from error
+
+
 def make_optimizer(module: nn.Module, make: OptimizerCallable | None) -> Optimizer:
     """Make the optimizer for a module's parameters.
 
@@ -81,10 +133,8 @@ def make_optimizer(module: nn.Module, make: OptimizerCallable | None) -> Optimiz
         ValueError: If the optimizer refuses its options.
     """
     make = make or partial(torch.optim.AdamW, lr=3e-4, betas=(0.9, 0.98), weight_decay=0.01)
-    try:
+    with _renamed_errors("model.optimizer"):
         optimizer = make(parameter_groups(module))
-    except (ValueError, TypeError) as error:  # torch names no option
-        raise ValueError(f"model.optimizer: {error}; correct model.optimizer.init_args.") from error
     has_step = type(optimizer).step is not Optimizer.step
     fix = "name one that has step, such as torch.optim.AdamW"
     require(has_step, "model.optimizer.class_path", "an optimizer's class", type(optimizer).__name__, fix)
@@ -98,12 +148,9 @@ def make_scheduler(optimizer: Optimizer, make: LRSchedulerCallable) -> LRSchedul
     Raises:
         ValueError: If the schedule refuses its options, or depends on more than the number of the step.
     """
-    try:
+    scheduler = None
+    with _renamed_errors("model.lr_scheduler"), suppress(NotImplementedError):  # of the base class
         scheduler = make(optimizer)
-    except (ValueError, TypeError) as error:  # torch names no option
-        raise ValueError(f"model.lr_scheduler: {error}; correct model.lr_scheduler.init_args.") from error
-    except NotImplementedError:  # of the base class
-        scheduler = None
     is_schedule = scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
     expected = "a schedule that depends on the step alone"
     got = type(scheduler).__name__ if scheduler else LRScheduler.__name__
