@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -167,6 +168,18 @@ def test_turns_without_a_chat_template_are_not_dropped(plain: PreTrainedTokenize
     with pytest.raises(ValueError, match=r"messages: .*one turn.* got '.*system, user'"):
         encode_prompt(plain, "the cat", messages=turns)
     assert encode_prompt(plain, "the cat", messages=turns[1:]) == encode_prompt(plain, "the cat")
+
+
+def test_tools_that_no_template_renders_are_refused(
+    plain: PreTrainedTokenizerBase, chat: PreTrainedTokenizerBase
+) -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]
+    for tokenizer in (plain, chat):
+        with pytest.raises(ValueError, match=r"^tools: expected "):
+            encode_prompt(tokenizer, "the cat", tools=tools)
+    both = copy.deepcopy(chat)
+    both.chat_template = "{% for tool in tools or [] %}{{ tool['function']['name'] }}\n{% endfor %}" + TEMPLATE
+    assert encode_prompt(both, "the cat", tools=tools) != encode_prompt(both, "the cat")
 
 
 def test_unknown_characters_of_a_template_are_named() -> None:

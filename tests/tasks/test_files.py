@@ -169,6 +169,9 @@ def test_files_of_one_name_in_two_folders_have_distinct_ids(tmp_path: Path) -> N
     assert len({e.id for e in task.examples("train")}) == 12
     with pytest.raises(ValueError, match=r"task\.train: .*once"):
         InstructionFiles(train=[paths[0], paths[0]]).examples("train")
+    (tmp_path / "link.jsonl").symlink_to(paths[0])
+    with pytest.raises(ValueError, match=r"task\.train: .*once"):
+        InstructionFiles(train=[paths[0], str(tmp_path / "link.jsonl")]).examples("train")
 
 
 @pytest.mark.parametrize(

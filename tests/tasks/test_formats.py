@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,10 @@ def test_columns_of_structs_leave_no_nulls_in_calls_and_tools(tmp_path: Path) ->
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, 1),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"}, 2),
         ({"conversations": PAIR, "source": "x"}, 1),
+        ({"messages": json.dumps(PAIR)}, 1),
+        ({"messages": [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in PAIR]}, 1),
+        ({"messages": PAIR, "query": "", "response": None}, 1),
+        ({"messages": [CHAT[0], *PAIR], "system": "s"}, 2),
     ],
 )
 def test_usual_fields_are_recognised(tmp_path: Path, row: dict[str, Any], num_turns: int) -> None:
@@ -118,12 +123,33 @@ def test_usual_fields_are_recognised(tmp_path: Path, row: dict[str, Any], num_tu
         ({"conversations": [{"from": "alien", "value": "a"}]}, r"x\.jsonl:1: turn 1 .*human, .*'from', got 'alien'"),
         ({"instruction": "a", "output": "b", "history": ["q"]}, r"x\.jsonl:1: history: .*pairs"),
         ({"query": None, "response": "b"}, r"x\.jsonl:1: .*'query', got NoneType; fill it in"),
+        ({"instruction": "a", "output": "b", "input": 0}, r"x\.jsonl:1: .*'input', got int"),
+        ({"prompt": [PAIR[0]], "completion": "b"}, r"x\.jsonl:1: .*'prompt', got list"),
+        ({"query": "a", "response": "b", "messages": PAIR}, r"x\.jsonl:1: .*query_response, messages.*task\.preset"),
+        ({"messages": [CHAT[0], *PAIR], "system": "t"}, r"x\.jsonl:1: .*turn 1 \(system\).*'t'"),
+        ({"messages": PAIR, "chat_template_kwargs": {"a": 1}}, r"x\.jsonl:1: chat_template_kwargs: .*data\.chat_t"),
+        ({"messages": [{"role": "human", "content": "a"}]}, r"x\.jsonl:1: .*got turns of human"),
+        ({"messages": [PAIR[0], {**PAIR[1], "thinking": "c"}]}, r"x\.jsonl:1: messages: .*thinking.*assistant_parts"),
+        ({"messages": [PAIR[0], {**PAIR[1], "reasoning": "c"}]}, r"x\.jsonl:1: messages: .*reasoning.*assistant_parts"),
+        ({"messages": PAIR, "functions": [3]}, r"x\.jsonl:1: functions: "),
     ],
 )
 def test_errors_name_row_turn_and_values(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", [row])
     with pytest.raises(ValueError, match=message):
         InstructionFiles(train=path, validation_fraction=0).examples("train")
+
+
+def test_functions_are_tools_and_tools_belong_to_rows_of_any_format() -> None:
+    function = {"name": "f", "parameters": {}}
+    tool = {"type": "function", "function": function}
+    rows = [
+        {"messages": PAIR, "functions": [function]},
+        {"messages": PAIR, "tools": json.dumps([tool])},
+        {"query": "a", "response": "b", "tools": [tool]},
+    ]
+    examples = InstructionFiles.from_rows(rows, validation_fraction=0).examples("train")
+    assert [example.meta["tools"] for example in examples] == [[tool]] * 3
 
 
 class Torch(Dataset[dict[str, str]]):
@@ -188,7 +214,17 @@ def test_parquet_without_its_package_says_what_to_install(tmp_path: Path, monkey
         InstructionFiles(train=str(tmp_path / "x.parquet")).examples("train")
 
 
-@pytest.mark.parametrize("data", [3, {"query": "a"}, [3]])
+class _Columns:
+    """A table, as pandas has it, whose keys are the names of columns."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, name: str) -> list[str]:
+        return {"query": ["a"], "response": ["b"]}[name]
+
+
+@pytest.mark.parametrize("data", [3, {"query": "a"}, [3], _Columns()])
 def test_what_is_no_data_set_is_refused(data: object) -> None:
     with pytest.raises(ValueError, match="expected"):
         InstructionFiles.from_rows(data).examples("train")

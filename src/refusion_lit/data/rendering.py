@@ -81,6 +81,8 @@ def render_turns(
         expected = "one turn, as the tokenizer has no chat template"
         fix = "leave out the other turns, or use a tokenizer with a chat template"
         require(len(turns) == 1, "messages", expected, f"turns of {roles}", fix)
+        fix = "leave them out, or use a tokenizer with a chat template"
+        require(not tools, "tools", "none, as the tokenizer has no chat template", f"{len(tools)} tools", fix)
         return prompt_template.replace("{query}", guard.mark(str(turns[0].get("content") or "")))
     marked: Any = [_map_texts(partial(guard.mark, is_answer=turn["role"] == "assistant"), dict(turn)) for turn in turns]
     options: dict[str, Any] = {**get_chat_options(tokenizer), **(chat_options or {})}
@@ -154,20 +156,21 @@ def check_turns(
     tools: Sequence[Mapping[str, Any]],
     chat_options: Mapping[str, Any] | None,
 ) -> None:
-    """Refuse turns and tool calls that the chat template drops: many templates know no developer, some no calls.
+    """Refuse turns, tools and calls that the chat template drops: many templates know no developer, some no tools.
 
     Raises:
-        ValueError: If a turn with another role than system, user and assistant, or a call would not be in the prompt.
+        ValueError: If a turn with another role than system, user and assistant, a call or the tools would not be in the
+            prompt.
     """
     if not tokenizer.chat_template:
         return
     options: dict[str, Any] = {**get_chat_options(tokenizer), **(chat_options or {}), "tools": list(tools) or None}
     options["add_generation_prompt"] = True
 
-    def render(turns: Sequence[Mapping[str, Any]]) -> str | None:
+    def render(turns: Sequence[Mapping[str, Any]], **others: object) -> str | None:
         """Return the rendered turns; ``None`` if the template refuses them, as it does not drop what it inspects."""
         try:
-            return _apply_template(tokenizer, turns, **options)
+            return _apply_template(tokenizer, turns, **options | others)
         except Exception:  # a template may raise any error
             return None
 
@@ -178,6 +181,11 @@ def check_turns(
             expected = "a role that the chat template renders"
             is_rendered = rendered is None or _PROBE in rendered
             require(is_rendered, f"messages.{number}.role", expected, turn["role"], fix)
+    if tools:
+        rendered = render(turns)
+        is_dropped = rendered is not None and rendered == render(turns, tools=None)
+        fix = "use a template that renders them, or leave them out"
+        require(not is_dropped, "tools", "a chat template that renders tools", f"{len(tools)} tools", fix)
     if not any(turn.get(name) for turn in turns for name in _CALLS):
         return
     # One rendering shows whether the names of all calls are in the prompt. If not, the calls are left out in turn.

@@ -13,7 +13,7 @@ from refusion_lit.utils.require import is_number, require
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-MORE_THAN_TEXT = ("reasoning_content", "function_call", "tool_calls")
+MORE_THAN_TEXT = ("reasoning_content", "reasoning", "thinking", "function_call", "tool_calls")
 """Parts of an assistant's turn besides its text; the chat template renders the turn whole."""
 
 

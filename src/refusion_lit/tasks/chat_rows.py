@@ -34,8 +34,8 @@ def read_turns(row: DataRow, name: str, *, begins: bool = True) -> list[dict[str
         ValueError: If a turn has a wrong form; the message names row and turn.
     """
     values = row.require_values()
-    turns: Any = values.get(name)
-    if not isinstance(turns, list) or not turns:
+    turns: Any = _parse_list(values.get(name))
+    if not isinstance(turns, list | tuple) or not turns:
         names = ", ".join(map(repr, values))
         raise ValueError(
             f"{row.location}: expected a list of turns with role and content in field {name!r}, got {turns!r:.80} (the "
@@ -48,11 +48,17 @@ def read_turns(row: DataRow, name: str, *, begins: bool = True) -> list[dict[str
             role = f" ({turn['role']})" if isinstance(turn, dict) and isinstance(turn.get("role"), str) else ""
             raise ValueError(
                 f"{row.location}: expected role and text content in turn {number}{role} of {name!r}, got {turn!r:.80}; "
-                "correct the field (content may be null beside tool_calls), or set data.task.malformed: skip."
+                "correct the field (content may be a list of text parts, or null beside tool_calls), or set "
+                "data.task.malformed: skip."
             )
     system = _read_system(row)
-    if begins and system and turns[0]["role"] not in ("system", "developer"):
-        turns = [{"role": "system", "content": system}, *turns]
+    if begins and system:
+        first = turns[0]
+        if first["role"] not in ("system", "developer"):
+            return [{"role": "system", "content": system}, *turns]
+        fix = "remove the field or the turn"
+        is_same = first["content"] == system
+        require(is_same, row.location, f"one system text, as turn 1 ({first['role']}) of {name!r}", system, fix)
     return turns
 
 
@@ -73,20 +79,33 @@ def read_earlier_turns(row: DataRow, query: str, *, has_history: bool) -> tuple[
     return (*turns, {"role": "user", "content": query})
 
 
-def read_tools(row: DataRow, tools: object) -> list[Any]:
-    """Return a row's descriptions of tools, which may be JSON text.
+def read_tools(row: DataRow) -> list[Any]:
+    """Return a row's descriptions of tools, in ``tools`` or OpenAI's older ``functions``; each may be JSON text.
 
     Raises:
-        ValueError: If they are no list of mappings.
+        ValueError: If they are no list of mappings, or the row has options of the chat template, which a model has.
     """
+    values = row.require_values()
+    fix = "set data.chat_template_kwargs for all rows, and remove the field"
+    options = values.get("chat_template_kwargs")
+    require(not options, f"{row.location}: chat_template_kwargs", "no options of the template in a row", options, fix)
+    name = "tools" if values.get("tools") else "functions"
+    given = values.get(name)
+    if not given:
+        return []
+    tools = _parse_list(given)
+    are_tools = isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)
+    require(are_tools, f"{row.location}: {name}", "a list of mappings, or its JSON text", given, "correct it")
+    return [*tools] if name == "tools" else [{"type": "function", "function": function} for function in tools]
+
+
+def _parse_list(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Return the list whose JSON text a value is, as in a column of a table; any other value as it is."""
     try:
-        values = json.loads(tools) if isinstance(tools, str) else tools
+        parsed = json.loads(value) if isinstance(value, str) else value
     except ValueError:
-        values = tools
-    are_tools = isinstance(values, list) and all(isinstance(tool, Mapping) for tool in values)
-    require(are_tools, f"{row.location}: tools", "a list of mappings, or its JSON text", tools, "correct it")
-    assert isinstance(values, list)
-    return values
+        return value
+    return parsed if isinstance(parsed, list) else value
 
 
 def is_context(turn: Mapping[str, Any]) -> bool:
@@ -109,6 +128,9 @@ def _rename(turn: object, where: str) -> Any:  # noqa: ANN401 - any JSON value
     if not isinstance(turn, dict):
         return turn
     turn = {key: value for key, value in turn.items() if value is not None or key == "content"}  # columns of Parquet
+    for name in ("content", "value"):
+        if name in turn:
+            turn[name] = _join_texts(turn[name])
     calls = turn.get("tool_calls")
     if isinstance(calls, list):
         turn["tool_calls"] = [*map(_parse_arguments, calls)]
@@ -118,6 +140,15 @@ def _rename(turn: object, where: str) -> Any:  # noqa: ANN401 - any JSON value
     known = ", ".join(_SHAREGPT_ROLES)
     require(role is not None, where, f"one of {known} in 'from'", turn["from"], "rename it, or remove the row")
     return {"role": role, "content": turn.get("value"), **{k: v for k, v in turn.items() if k not in ("from", "value")}}
+
+
+def _join_texts(content: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Return the text of a turn whose content is a list of parts of text; any other content as it is."""
+    if not isinstance(content, list | tuple) or not content:
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    are_texts = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+    return "".join(map(str, texts)) if are_texts else content
 
 
 def _parse_arguments(call: Any) -> Any:  # noqa: ANN401 - any JSON value

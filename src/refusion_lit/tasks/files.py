@@ -305,7 +305,7 @@ class InstructionFiles(FileTask):
     def _examples(self, row: DataRow, identity: str, split: Split) -> list[Example]:
         """Return the examples of a row: one, or one for each assistant turn of a chat."""
         values = row.require_values("fix the line, or set malformed: skip in the task")
-        preset = self._detect(values) if self.preset == "auto" else self.preset
+        preset = self._detect(row) if self.preset == "auto" else self.preset
         if preset in ("messages", "conversations"):
             name = self.query_field or preset
             turns = read_turns(row, name)
@@ -317,18 +317,30 @@ class InstructionFiles(FileTask):
             return self._from_turns(row, identity, response_field, [*first, *last], split, start=len(first))
         query = row.text(query_field, _FIX_FIELDS)
         response = row.text(response_field, _FIX_FIELDS)
-        if preset == "instruction" and values.get("input"):
+        if preset == "instruction" and values.get("input") not in (None, ""):
             query = f"{query}\n\n{row.text('input')}"
         fix = "remove it, or set malformed: skip in the task"
         require(bool(response.strip()), row.location, "a response that is not empty", response, fix)
         messages = read_earlier_turns(row, query, has_history=preset == "instruction")
-        return [Example(id=identity, query=query, response=response, messages=messages)]
+        meta = {"tools": tools} if (tools := read_tools(row)) else {}
+        return [Example(id=identity, query=query, response=response, messages=messages, meta=meta)]
 
-    def _detect(self, values: Mapping[str, Any]) -> str:
-        """Return the preset whose fields a row has; ``query_response`` if there is none."""
+    def _detect(self, row: DataRow) -> str:
+        """Return the preset whose fields a row has; ``query_response`` if there is none.
+
+        Raises:
+            ValueError: If a row has the fields of several presets.
+        """
+        values = row.require_values()
         if self.query_field is not None or self.response_field is not None:
             return "query_response"
-        return next((name for name, names in _FIELDS.items() if {*names} <= values.keys()), "query_response")
+        presets = [name for name, names in _FIELDS.items() if {*names} <= values.keys()]
+        # A table has the columns of all its rows.
+        filled = [name for name in presets if not any(values[field] in (None, "", []) for field in _FIELDS[name])]
+        presets = filled or presets[:1]
+        fix = "set data.task.preset to one of them"
+        require(len(presets) < 2, row.location, "the fields of one preset", ", ".join(presets), fix)
+        return presets[0] if presets else "query_response"
 
     def _from_turns(
         self, row: DataRow, identity: str, name: str, turns: list[dict[str, Any]], split: Split, start: int = 1
@@ -345,8 +357,10 @@ class InstructionFiles(FileTask):
         """
         answers = [i for i, turn in enumerate(turns) if turn["role"] == "assistant" and i >= max(start, 1)]
         if not answers:
+            roles = ", ".join(dict.fromkeys(turn["role"] for turn in turns))
             raise ValueError(
-                f"{row.location}: expected an assistant turn after another turn, got none; add one to {name!r}."
+                f"{row.location}: expected an assistant turn after another turn, got turns of {roles}; add one to "
+                f"{name!r}, or rename its role to assistant."
             )
         last = answers[-1]
         if self.assistant_turns == "last":
@@ -370,8 +384,7 @@ class InstructionFiles(FileTask):
         require(is_trained, f"{row.location}: {name}", expected, turns[last], "correct or remove the row")
         for turn in turns[: trained[-1] + 1]:
             row.check_unicode(name, json.dumps(turn, ensure_ascii=False))
-        tools = row.require_values().get("tools")
-        meta = {"tools": read_tools(row, tools)} if tools else {}
+        meta = {"tools": tools} if (tools := read_tools(row)) else {}
         return [
             Example(
                 id=identity if i == trained[-1] else f"{identity}#turn{i + 1}",
@@ -394,7 +407,7 @@ def _read_id(row: DataRow) -> str | None:
 def _unique_labels(sources: list[Any], option: str) -> list[str]:
     """Return a short label for ids of every source: the file names, or the paths if file names repeat."""
     files = [source for source in sources if isinstance(source, str)]
-    if len(set(files)) < len(files):
+    if len({Path(file).resolve() for file in files}) < len(files):
         raise ValueError(f"{option}: expected each file once, got {sources}; remove the repetitions.")
     names = [Path(source).name if isinstance(source, str) else type(source).__name__ for source in sources]
     return names if len(set(names)) == len(names) else [str(source) for source in sources]

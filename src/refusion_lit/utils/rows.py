@@ -74,9 +74,10 @@ class DataRow:
             raise ValueError(f"{self.location}: expected a field {field!r}; {hint}")
         value = values[field]
         if not isinstance(value, str):
+            advice = "fill it in, or remove the row" if value is None else "quote it"
+            advice = "write its text" if isinstance(value, Mapping | list | tuple) else advice
             raise ValueError(
-                f"{self.location}: expected text in field {field!r}, got {type(value).__name__}; "
-                f"{'fill it in, or remove the row' if value is None else 'quote it'}."
+                f"{self.location}: expected text in field {field!r}, got {type(value).__name__}; {advice}."
             )
         return self.check_unicode(field, value)
 
@@ -232,10 +233,20 @@ def rows_in(data: Any) -> Iterator[DataRow]:  # noqa: ANN401 - any data set
         raise ValueError(
             f"data.task.train: expected files, or a data set of mappings, got {data!r:.80}; pass a list of dicts."
         )
-    items = (data[index] for index in range(len(data))) if is_indexed else iter(data)
     name = type(data).__name__
+
+    def items() -> Iterator[Any]:
+        for index in range(len(data)):
+            try:
+                yield data[index]
+            except LookupError as error:
+                raise ValueError(
+                    f"data.task.train: expected mappings at the indices 0 to {len(data) - 1} of {name}, got none at "
+                    f"{index}; pass a list of dicts (of a DataFrame, its to_dict('records'))."
+                ) from error
+
     has_columns = hasattr(data, "features")  # a data set of the package datasets
-    for number, values in enumerate(items, start=1):
+    for number, values in enumerate(items() if is_indexed else data, start=1):
         if not isinstance(values, Mapping):
             raise ValueError(
                 f"data.task.train: expected mappings such as {{'query': ..., 'response': ...}} in {name}, got "
