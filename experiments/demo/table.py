@@ -1,14 +1,15 @@
 """Print the table of results.json, or from another file of the same form.
 
-usage: python experiments/demo/table.py [RESULTS.json]
+usage: python experiments/demo/table.py [--results RESULTS.json]
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
+
+from jsonargparse import auto_cli
 
 from refusion_lit.reports.intervals import wilson
 
@@ -48,6 +49,14 @@ def _times(interval: list[float]) -> str:
     return "1" if low == high else f"{estimate:.1f} ({low:.1f} to {high:.1f})"
 
 
-if __name__ == "__main__":
-    results = Path(sys.argv[1]) if sys.argv[1:] else RESULTS
+def main(results: Path = RESULTS) -> None:
+    """Print a table.
+
+    Args:
+        results: The results of a sweep, as `experiments/collect_sweep.py` writes them.
+    """
     print(table(json.loads(results.read_text(encoding="utf-8"))["rows"]))
+
+
+if __name__ == "__main__":
+    auto_cli(main)
