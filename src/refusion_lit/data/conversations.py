@@ -16,7 +16,7 @@ from refusion_lit.data.rendering import (
     get_parts,
     leave_out_parts,
     list_texts,
-    read_turns,
+    normalize_turns,
     render_turns,
 )
 from refusion_lit.modeling.chat_template import check_chat_options
@@ -55,7 +55,7 @@ def encode_prompt(
             or the prompt is empty.
     """
     require(isinstance(query, str), "query", "a text", query, "give turns of a chat as messages")
-    turns = read_turns(messages) or [{"role": "user", "content": query}]
+    turns = normalize_turns(messages) or [{"role": "user", "content": query}]
     guard = NameGuard(tokenizer, [query, *list_texts([turns, tools])])
     if chat_options:
         check_chat_options(tokenizer, chat_options)
@@ -96,7 +96,7 @@ def encode_response(
     Raises:
         ValueError: If a character is unknown, or the chat template drops a part of ``answer``.
     """
-    turns = read_turns(messages) or [{"role": "user", "content": query}]
+    turns = normalize_turns(messages) or [{"role": "user", "content": query}]
     guard = NameGuard(tokenizer, [query, response, *list_texts([turns, tools, answer])])
     opened = render_turns(tokenizer, guard, turns, prompt_template, tools)
     if answer is not None:

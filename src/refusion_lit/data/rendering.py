@@ -24,7 +24,7 @@ _PROBE = "probe of a turn"
 _CALLS = ("tool_calls", "function_call")
 
 
-def read_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def normalize_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return chat turns with texts as contents; a content's text parts are joined.
 
     Raises:

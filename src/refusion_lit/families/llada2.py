@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from refusion_lit.modeling.formats import CheckpointFormat, Engine, ExportLayout, register
+from refusion_lit.modeling.formats import CheckpointFormat, ExportLayout, ServingProgram, register
 from refusion_lit.utils.require import is_number, require, require_at_least
 
 _LAYER = "model.layers.{}"
@@ -140,14 +140,14 @@ def _layout(repository: str, algorithm: str) -> ExportLayout:
         },
         has_index=True,
         engines=(
-            Engine(
+            ServingProgram(
                 name="SGLang",
                 command="python -m sglang.launch_server --model-path {model} --trust-remote-code "
                 f"--dllm-algorithm {algorithm}",
                 block_size=32,
                 mask_token_id=156895,
             ),
-            Engine(
+            ServingProgram(
                 name="dInfer",
                 command="python eval_dinfer_sglang.py --model dInfer_eval --tasks gsm8k_llada_mini "
                 "--apply_chat_template "

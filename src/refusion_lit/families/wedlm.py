@@ -30,7 +30,7 @@ from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
 from refusion_lit.learning.text_order import random_subset, shift_left
-from refusion_lit.modeling.formats import CheckpointFormat, Engine, ExportLayout, register
+from refusion_lit.modeling.formats import CheckpointFormat, ExportLayout, ServingProgram, register
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 
@@ -80,7 +80,7 @@ register(
                 "position_penalty": "wedlm_pos_penalty_factor",
             },
             engines=(
-                Engine(
+                ServingProgram(
                     name="the authors' engine, in its checkout",
                     command="python example.py --model {model}",
                     values={"hidden_act": "silu"},

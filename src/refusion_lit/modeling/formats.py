@@ -24,8 +24,8 @@ CARRIED = ("decoder", "prompt_template")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
-    """A program of others that serves models of a format.
+class ServingProgram:
+    """A program that serves models in a published format, such as SGLang.
 
     Attributes:
         name: The program's name.
@@ -76,7 +76,7 @@ class ExportLayout:
     decoder_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     generation: Mapping[str, Any] = field(default_factory=dict)
     has_index: bool = False
-    engines: tuple[Engine, ...] = ()
+    engines: tuple[ServingProgram, ...] = ()
 
 
 COMMON_OPTIONS = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from refusion_lit.modeling.formats import CheckpointFormat, Engine, ExportLayout, register
+from refusion_lit.modeling.formats import CheckpointFormat, ExportLayout, ServingProgram, register
 
 register(
     CheckpointFormat(
@@ -80,14 +80,14 @@ _SDAR_LAYOUT = ExportLayout(
         }
     },
     engines=(
-        Engine(
+        ServingProgram(
             name="LMDeploy",
             command="lmdeploy serve api_server {model} --backend pytorch --dllm-block-length {block_size} "
             "--dllm-unmasking-strategy low_confidence_dynamic",
             mask_token_id=151669,
             values={"hidden_act": "silu"},
         ),
-        Engine(
+        ServingProgram(
             name="SGLang",
             command="python -m sglang.launch_server --model-path {model} --trust-remote-code "
             "--dllm-algorithm LowConfidence",

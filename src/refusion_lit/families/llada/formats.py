@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from refusion_lit.modeling.formats import CheckpointFormat, Engine, ExportLayout, register
+from refusion_lit.modeling.formats import CheckpointFormat, ExportLayout, ServingProgram, register
 
 _BLOCK = "model.transformer.blocks.{}"
 _LAYER = "model.layers.{}"
@@ -136,7 +136,7 @@ register(
             },
             decoder_values={"order": {name: name for name in ("low_confidence", "random")}},
             engines=(
-                Engine(
+                ServingProgram(
                     name="dInfer",
                     command="python benchmarks/benchmark.py --model_name {model} --model_type llada "
                     "--block_length 32 --gpu 0",
