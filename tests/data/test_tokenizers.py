@@ -274,6 +274,7 @@ class Calls(Words):
             {"role": "user", "content": "three?"},
             {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
             {"role": "tool", "content": "3"},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
         ]
         return [Example(id="a", query="", messages=tuple(turns), response="3!")]
 

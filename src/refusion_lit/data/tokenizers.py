@@ -386,7 +386,7 @@ def unknown_text(backend: Any, text: str, token: int | None) -> ValueError:  # n
 def _texts(examples: Iterable[Example]) -> Iterator[str]:
     for example in examples:
         # Assistant turns with calls of tools may have no content.
-        yield from [turn["content"] or "" for turn in example.messages] or [example.query]
+        yield from [turn.get("content") or "" for turn in example.messages] or [example.query]
         yield example.response
 
 
