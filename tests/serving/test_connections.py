@@ -55,8 +55,8 @@ def read(connection: socket.socket, seconds: float = 20.0) -> bytes:
 
 
 def get_error(answer: bytes) -> tuple[int, str]:
-    """Return the status and the message of an error in OpenAI's form."""
-    head, _, body = answer.partition(b"\r\n\r\n")
+    """Return the status and the message of an error in OpenAI's form; a probe may come before it."""
+    head, _, body = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").partition(b"\r\n\r\n")
     assert b"application/json" in head
     error = json.loads(body)["error"]
     assert error.keys() == {"message", "type", "param", "code"}

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import h11
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -29,7 +28,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
 from refusion_lit.data.tokenizers import alphabet
-from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, ResponsesRequest, describe_error, error_body
+from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, error_body
 from refusion_lit.serving.service import Service
 
 API_KEY = "REFUSION_LIT_API_KEY"
@@ -47,8 +46,6 @@ MAX_CONNECTIONS = max((_FILES - 64) // 2, 8) if 0 <= _FILES < 2048 else 1024
 _BACKLOG = max(MAX_CONNECTIONS // 4, 1)
 """Connections that the event loop accepts at once, before it can refuse any."""
 _TOO_MANY = "the server has too many connections; try again later."
-_UNREADABLE = "There was an error parsing the body"
-"""FastAPI's message about JSON that it cannot read for a reason other than its syntax."""
 _OPEN_PATHS = ("/", "/health")
 """Paths that need no API key."""
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
@@ -80,7 +77,7 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
         worker.drain(0.0)
         await asyncio.to_thread(worker.thread.join, worker.grace_seconds)
 
-    handlers: Any = dict.fromkeys((HTTPException, RequestValidationError, Exception), partial(_refuse, service))
+    handlers: Any = dict.fromkeys((HTTPException, Exception), _refuse)
     # FastAPI's documentation pages are off: they load scripts from a CDN.
     # So are redirects of paths that end with a slash: they would name any host that a request names.
     app = FastAPI(
@@ -99,16 +96,16 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
         return FileResponse(Path(__file__).with_name("page.html"), headers={"Content-Security-Policy": _PAGE_POLICY})
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        return await service.answer(body, request)
+    async def chat(request: Request) -> Response:
+        return await service.answer(ChatRequest, request)
 
     @app.post("/v1/responses")
-    async def respond(body: ResponsesRequest, request: Request) -> Response:
-        return await service.respond(body, request)
+    async def respond(request: Request) -> Response:
+        return await service.respond(request)
 
     @app.post("/v1/completions")
-    async def complete(body: CompletionRequest, request: Request) -> Response:
-        return await service.answer(body, request)
+    async def complete(request: Request) -> Response:
+        return await service.answer(CompletionRequest, request)
 
     has_template = bool(service.model.tokenizer.chat_template)
     card = {"id": service.name, "object": "model", "created": 0, "owned_by": "refusion-lit"}
@@ -131,23 +128,13 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
     return app
 
 
-async def _refuse(service: Service, request: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     """Return an error response in OpenAI's form; details of unexpected errors go to the log only."""
-    if isinstance(error, RequestValidationError):
-        service.requests.labels("refused").inc()
-        error = HTTPException(400, describe_error(error))
-    elif isinstance(error, HTTPException) and error.detail == STATUS_PHRASES[error.status_code].decode():  # no route
+    if isinstance(error, HTTPException) and error.detail == STATUS_PHRASES[error.status_code].decode():  # no route
         paths = [f"{method} {route.path}" for route in request.app.routes for method in sorted(route.methods)]
         got = f"{request.method[:20]} {request.url.path[:60]}"
         detail = f"path: expected {', '.join(paths)}, got {got}; this server has no other paths."
         error = HTTPException(error.status_code, detail, error.headers)
-    elif isinstance(error, HTTPException) and error.detail == _UNREADABLE:
-        service.requests.labels("refused").inc()
-        cause = error.__cause__
-        levels, digits = "JSON of fewer levels, got too many", "integers of at most 4300 digits, got more"
-        text = "UTF-8, got other bytes"
-        expected = text if isinstance(cause, UnicodeError) else levels if isinstance(cause, RecursionError) else digits
-        error = HTTPException(400, f"body: expected {expected}; correct it.")
     elif not isinstance(error, HTTPException):
         error = HTTPException(500, f"the request failed ({type(error).__name__})")
     return JSONResponse(error_body(error), error.status_code, error.headers)

@@ -9,9 +9,8 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from fastapi.exceptions import RequestValidationError
 from pydantic import (
     AliasChoices,
     BaseModel,
@@ -515,7 +514,7 @@ class ResponsesRequest(_Labels):
         """Return the request as a chat.
 
         Raises:
-            RequestValidationError: If a value is wrong.
+            HTTPException: If a value is wrong.
             ValueError: If alternatives are requested without log-probabilities.
         """
         has_logprobs = _LOGPROBS in self.include
@@ -546,9 +545,7 @@ class ResponsesRequest(_Labels):
                 }
             )
         except ValidationError as error:
-            raise RequestValidationError(
-                [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]
-            ) from error
+            raise HTTPException(400, describe_error(error)) from error
 
     def _turns(self) -> list[dict[str, Any]]:
         """Return the conversation as a chat; the assistant's thoughts, text and calls in this order are one turn."""
@@ -814,16 +811,47 @@ def _without_end(entries: LogprobEntries, model: TextModel) -> LogprobEntries:
     return [*entries[:-1], *(entry for entry in entries[-1:] if entry[0] not in ends)]
 
 
-def describe_error(error: RequestValidationError) -> str:
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+def read_body(kind: type[_Body], content: bytes, content_type: str) -> _Body:
+    """Return the body of a request.
+
+    Args:
+        kind: The body's class.
+        content: The body's bytes.
+        content_type: The declared type, which must be JSON: other sites' pages cannot send it.
+
+    Raises:
+        HTTPException: If the body is not JSON, or a field is missing, unknown or wrong.
+    """
+    main_type, _, sub_type = content_type.partition(";")[0].strip().lower().partition("/")
+    expected, got = "", "something else"
+    try:
+        if main_type != "application" or sub_type.rpartition("+")[2] != "json":
+            expected, got = "JSON with Content-Type: application/json", "another type"
+        else:
+            return kind.model_validate(json.loads(content))
+    except ValidationError as error:
+        raise HTTPException(400, describe_error(error)) from error
+    except UnicodeDecodeError:
+        expected = "JSON in UTF-8"
+    except json.JSONDecodeError as error:
+        expected, got = "JSON", str(error)
+    except RecursionError:
+        expected, got = "JSON of fewer levels", "too many"
+    except ValueError:
+        expected, got = "integers of at most 4300 digits", "more"
+    raise HTTPException(400, f"body: expected {expected}, got {got}; correct it.")
+
+
+def describe_error(error: ValidationError) -> str:
     """Return a message about the first field that is missing, unknown or wrong; begins with the field's name."""
     first = error.errors()[0]
-    parts = first["loc"][1:]  # if the body is not JSON, a number: the index of the wrong character
-    name = ".".join(map(str, parts)) if parts and isinstance(parts[0], str) else "body"
+    name = ".".join(map(str, first["loc"])) or "body"
     if first["type"] == "extra_forbidden":
         return f"{name}: refused, as {_REASONS.get(name, 'this server has no such field')}; leave it out."
-    if isinstance(first["input"], bytes):
-        return "body: expected JSON with Content-Type: application/json, got another type; name it."
-    has_input = first["type"] not in ("missing", "json_invalid")
+    has_input = first["type"] != "missing"
     got = f", got {json.dumps(first['input'], default=str)[:60]}" if has_input else ""
     return f"{name}: {first['msg']}{got}."
 

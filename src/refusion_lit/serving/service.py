@@ -11,12 +11,13 @@ from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from refusion_lit.constraints.schemas import Schemas
 from refusion_lit.constraints.tool_calls import (
@@ -42,6 +43,7 @@ from refusion_lit.serving.protocol import (
     completion_logprobs,
     error_body,
     new_call_id,
+    read_body,
 )
 from refusion_lit.serving.worker import Job, Update, Worker, log
 from refusion_lit.text_model import TextModel
@@ -50,6 +52,7 @@ from refusion_lit.utils.require import OptionError, require
 
 _API_NAMES = {"max_new_tokens": "max_tokens", "json_schema": "response_format"}
 """Names of options in the API, by their names in the engine."""
+_Body = TypeVar("_Body", bound=ChatRequest | CompletionRequest | ResponsesRequest)
 _RESPONSES_NAMES = {
     "max_new_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -77,6 +80,23 @@ class ToolCalls:
     tool_format: ToolFormat
     are_forced: bool
     are_parallel: bool
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request that has been read and encoded.
+
+    Attributes:
+        body: The request as a chat or completion.
+        sampling: Its length limit and sampling options.
+        calls: The tools that the response may call.
+        prompts: Its prompts.
+    """
+
+    body: ChatRequest | CompletionRequest
+    sampling: SamplingParams
+    calls: ToolCalls | None
+    prompts: list[Prompt]
 
 
 @dataclass
@@ -215,8 +235,8 @@ class Service:
         self.model.tokenizer = copy.deepcopy(worker.model.tokenizer)
         self._encoder.tokenizer = copy.deepcopy(worker.model.tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()))  # in characters, or in bytes
-        self._encoding = asyncio.Lock()
-        self._num_encoding = 0  # requests whose prompts are encoded, or wait for it
+        self._preparing = asyncio.Lock()
+        self._num_preparing = 0  # requests that are prepared, or wait for it
         self.schemas = Schemas(copy.deepcopy(worker.model.tokenizer), worker.model.backbone.special_tokens)
         self.registry = CollectorRegistry()
         options: dict[str, Any] = {"registry": self.registry, "namespace": "refusion_lit"}
@@ -230,24 +250,28 @@ class Service:
         Gauge("rows_in_flight", "Answers in flight", **options).set_function(lambda: len(worker.active))
         Gauge("waiting", "Answers that wait for a row", **options).set_function(lambda: len(worker.waiting))
 
-    async def answer(self, body: ChatRequest | CompletionRequest, request: Request) -> Response:
+    async def answer(self, kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Response:
         """Answer a request.
+
+        Args:
+            kind: The class of the request's body.
+            request: The request.
 
         Raises:
             HTTPException: If the request is refused, or fails.
         """
-        served = await self._accept(lambda: body, request, _API_NAMES)
-        if body.stream:
+        _, served = await self._accept(kind, request, _API_NAMES)
+        if served.body.stream:
             return StreamingResponse(self._stream(served), media_type="text/event-stream")
         return await self._wait(self._collect(served), request)
 
-    async def respond(self, body: ResponsesRequest, request: Request) -> Response:
+    async def respond(self, request: Request) -> Response:
         """Answer a request of ``/v1/responses``.
 
         Raises:
             HTTPException: If the request is refused, or fails.
         """
-        served = await self._accept(body.to_chat, request, _RESPONSES_NAMES)
+        body, served = await self._accept(ResponsesRequest, request, _RESPONSES_NAMES)
         response_id = served.id.replace("chatcmpl-", "resp_")
         builder = ResponseBuilder(body, response_id, served.jobs[0].sampling, self.model)
         if body.stream:
@@ -255,12 +279,12 @@ class Service:
         return await self._wait(self._collect_response(served, builder), request)
 
     async def _accept(
-        self, read: Callable[[], ChatRequest | CompletionRequest], request: Request, names: Mapping[str, str]
-    ) -> ServedRequest:
-        """Begin a request.
+        self, kind: type[_Body], request: Request, names: Mapping[str, str]
+    ) -> tuple[_Body, ServedRequest]:
+        """Read a request's body and begin the request.
 
         Args:
-            read: Returns the body of the request as a chat or completion.
+            kind: The body's class.
             request: The request.
             names: Option names in the API, by their names elsewhere.
 
@@ -268,7 +292,13 @@ class Service:
             HTTPException: If the request is refused.
         """
         try:
-            served = await self._begin(read(), request.state.arrived)
+            content = await request.body()
+            prepare = partial(self._prepare, kind, content, request.headers.get("content-type", ""))
+            body, prepared = await self._prepare_in_turn(prepare, request.state.arrived)
+            served = await self._begin(prepared, request.state.arrived)
+        except ClientDisconnect:
+            self.requests.labels("gone").inc()
+            raise HTTPException(400, "body: expected all of it, got a part; send it again.") from None
         except (ValueError, RecursionError, HTTPException) as error:
             self.requests.labels("refused").inc()
             if isinstance(error, HTTPException):
@@ -279,7 +309,7 @@ class Service:
             message = error.rename(name) if isinstance(error, OptionError) and name else str(error)
             raise HTTPException(400, message) from error
         request.state.is_stream = served.body.stream
-        return served
+        return body, served
 
     async def _wait(self, answer: Coroutine[Any, Any, dict[str, Any]], request: Request) -> Response:
         """Return an answer's response, unless the client leaves before."""
@@ -300,27 +330,57 @@ class Service:
         if name != self.name:
             raise HTTPException(404, f"model: expected {self.name!r}, got {name[:60]!r}; see /v1/models.")
 
-    async def _begin(self, body: ChatRequest | CompletionRequest, arrived: float) -> ServedRequest:
-        """Check a request, encode its prompts and submit its jobs. The request's time limit includes this work.
+    async def _prepare_in_turn(
+        self, prepare: Callable[[], tuple[_Body, PreparedRequest]], arrived: float
+    ) -> tuple[_Body, PreparedRequest]:
+        """Prepare a request in a thread: a long body takes seconds and must not block other requests.
+
+        Raises:
+            HTTPException: If too many requests wait for this (429), or the request's time is over (504).
+        """
+        if self._num_preparing >= self.worker.max_jobs:
+            raise HTTPException(429, "the queue is full; try again later.", headers={"Retry-After": "1"})
+        self._num_preparing += 1
+        try:
+            async with self._preparing:
+                if time.monotonic() > arrived + self.worker.limits.max_seconds:
+                    raise HTTPException(504, "the time limit of a request is over")
+                return await asyncio.to_thread(prepare)
+        finally:
+            self._num_preparing -= 1
+
+    def _prepare(self, kind: type[_Body], content: bytes, content_type: str) -> tuple[_Body, PreparedRequest]:
+        """Read and check a request's body, and encode its prompts.
+
+        Raises:
+            HTTPException: If the body is wrong, the request names another model, or the server is loading.
+            ValueError: If an option is impossible.
+        """
+        body = read_body(kind, content, content_type)
+        chat = body.to_chat() if isinstance(body, ResponsesRequest) else body
+        self.check_name(chat.model)
+        if not self.worker.is_ready:
+            raise HTTPException(503, "the model is loading.", headers={"Retry-After": "2"})
+        sampling = self._build_sampling(chat)
+        calls = self._plan_calls(chat)
+        prompts = [Prompt(token_ids=tuple(ids), id="0") for ids in self._encode(chat)]
+        return body, PreparedRequest(chat, sampling, calls, prompts)
+
+    async def _begin(self, prepared: PreparedRequest, arrived: float) -> ServedRequest:
+        """Constrain a request's prompts and submit its jobs. The request's time limit includes this work.
 
         Args:
-            body: The request's body.
+            prepared: The request.
             arrived: Time (:func:`time.monotonic`) at which the request's head arrived.
 
         Raises:
-            HTTPException: If the server is loading, stopping or busy, or the request names another model.
+            HTTPException: If the server is stopping or busy.
             ValueError: If an option is impossible.
         """
+        worker, body, sampling, calls = self.worker, prepared.body, prepared.sampling, prepared.calls
         served = ServedRequest(body, f"{'chat' * body.is_chat}cmpl-{secrets.token_hex(12)}", arrived)
-        worker = self.worker
-        self.check_name(body.model)
-        if not worker.is_ready:
-            raise HTTPException(503, "the model is loading.", headers={"Retry-After": "2"})
-        sampling = self._build_sampling(body)
-        calls = self._plan_calls(body)
-        prompts = await self._encode_in_turn(body, arrived)
         # In a thread, because compiling a schema may take long and must not block other requests.
-        prompts = await asyncio.to_thread(self._constrain, prompts, body, calls, sampling)
+        prompts = await asyncio.to_thread(self._constrain, prepared.prompts, body, calls, sampling)
         longest = max(len(prompt.token_ids) + prompt.num_uncounted for prompt in prompts)
         most = worker.limits.max_prompt_tokens
         require(longest <= most, "prompt", f"at most {most} tokens, including a schema's", longest, "shorten it")
@@ -431,25 +491,6 @@ class Service:
             sampling = replace(sampling, seed=secrets.randbits(31))  # the answer contains the seed
         self.worker.decoder.check(sampling)
         return sampling
-
-    async def _encode_in_turn(self, body: ChatRequest | CompletionRequest, arrived: float) -> list[Prompt]:
-        """Return the prompts, encoded in a thread: a long prompt takes seconds and must not block other requests.
-
-        Raises:
-            HTTPException: If too many requests wait for this (429), or the request's time is over (504).
-            ValueError: If an option is impossible.
-        """
-        if self._num_encoding >= self.worker.max_jobs:
-            raise HTTPException(429, "the queue is full; try again later.", headers={"Retry-After": "1"})
-        self._num_encoding += 1
-        try:
-            async with self._encoding:
-                if time.monotonic() > arrived + self.worker.limits.max_seconds:
-                    raise HTTPException(504, "the time limit of a request is over")
-                encoded = await asyncio.to_thread(self._encode, body)
-        finally:
-            self._num_encoding -= 1
-        return [Prompt(token_ids=tuple(ids), id="0") for ids in encoded]
 
     def _encode(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
         """Return the prompts' tokens; special tokens' names in texts stay text."""
