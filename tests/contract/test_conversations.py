@@ -332,7 +332,9 @@ def test_what_a_template_drops_from_a_trained_turn_is_refused_by_row_and_turn(
 def test_text_parts_of_a_content_in_data_are_joined_and_other_parts_refused(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "Where is "}, {"type": "text", "text": "Paris?"}]
     answer = {"role": "assistant", "content": [{"type": "text", "text": "In France."}]}
-    [example] = read_chat(tmp_path / "rows.jsonl", [{"role": "user", "content": parts}, answer])
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": parts}, answer]}))
+    [example] = InstructionFiles(train=str(path), validation_fraction=0).examples("train")
     tokenizer: Any = make_tokenizer("llama2", chat=True)
     sample = encode_example(tokenizer, example)
     turns = [TURNS[0], {"role": "assistant", "content": "In France."}]
@@ -340,7 +342,7 @@ def test_text_parts_of_a_content_in_data_are_joined_and_other_parts_refused(tmp_
     assert [*sample.prompt_ids, *sample.response_ids] == whole
     image = [*parts, {"type": "image", "image": "a.png"}]
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*content in turn 1 \(user\)"):
-        read_chat(tmp_path / "rows.jsonl", [{"role": "user", "content": image}, answer])
+        read_chat(path, [{"role": "user", "content": image}, answer])
 
 
 def test_templates_that_read_arguments_as_text_get_the_text(tmp_path: Path) -> None:
