@@ -221,6 +221,17 @@ def test_bad_options(adapter: RefusionLitModel) -> None:
         RefusionLitModel(adapter.model, batch_size=0)
 
 
+def test_several_processes_are_refused_before_the_model_is_loaded(
+    adapter: RefusionLitModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each process of torchrun would run all documents, and the harness gives results to the first alone."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE: expected one process"):
+        RefusionLitModel(adapter.model)
+    assert main(["evaluate", "--ckpt_path=nowhere", "--tasks=[hellaswag]"]) == 2
+    assert "WORLD_SIZE: expected one process" in capsys.readouterr().err
+
+
 def test_estimates_that_a_model_cannot_give_are_refused() -> None:
     backbone = refusion_lit.load(MODEL).backbone
     for name in ("autoregressive", "monte_carlo_masked"):

@@ -53,9 +53,10 @@ def run(args: list[str]) -> int:
     try:
         from lm_eval.tasks import TaskManager
 
-        from refusion_lit.evaluation.lm_eval import RefusionLitModel, evaluate
+        from refusion_lit.evaluation.lm_eval import RefusionLitModel, evaluate, require_one_process
     except ImportError as error:
         raise ValueError("evaluate: needs the package lm-eval; run pip install lm-eval.") from error
+    require_one_process()
     if options.output is not None:
         require_free(Path(options.output))
     for name, least in (("limit", 1), ("num_fewshot", 0)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections import Counter, defaultdict
@@ -21,11 +22,22 @@ from refusion_lit.evaluation.likelihood import Likelihood
 from refusion_lit.modeling.vocabulary import prompt_prefix, starts_with_bos
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
-from refusion_lit.utils.require import require_at_least, require_choice
+from refusion_lit.utils.require import require, require_at_least, require_choice
 
 _GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "seed"}
 _MAX_TOKENS = 256
 """Maximum response length in tokens if the task sets none."""
+
+
+def require_one_process() -> None:
+    """Refuse several processes of torchrun or accelerate, each of which would run all tasks.
+
+    Raises:
+        ValueError: If the environment names several processes.
+    """
+    num_processes = os.environ.get("WORLD_SIZE", "1")
+    fix = "start it without torchrun or accelerate launch, and divide the tasks over several commands"
+    require(num_processes in ("", "0", "1"), "WORLD_SIZE", "one process for lm-evaluation-harness", num_processes, fix)
 
 
 class RefusionLitModel(LM):
@@ -45,7 +57,7 @@ class RefusionLitModel(LM):
         used_decoders: Distinct decoders that have generated text. The default decoder depends on a task's length limit.
 
     Raises:
-        ValueError: If an option is impossible.
+        ValueError: If an option is impossible, or there are several processes.
     """
 
     def __init__(
@@ -59,6 +71,7 @@ class RefusionLitModel(LM):
         allow_mismatch: bool = False,
     ) -> None:
         super().__init__()
+        require_one_process()
         require_choice("likelihood", likelihood, get_args(Likelihood))
         require_at_least("batch_size", batch_size, 1)
         require_at_least("num_draws", num_draws, 1)
