@@ -269,8 +269,8 @@ CALL_TURNS: dict[str, dict[str, Any]] = {
 }
 
 
-def read_chat(path: Path, turns: list[dict[str, Any]], **options: Any) -> Sequence[Example]:
-    path.write_text(json.dumps({"messages": turns, "tools": TOOLS}) + "\n")
+def read_chat(path: Path, turns: list[dict[str, Any]], tools: object = None, **options: Any) -> Sequence[Example]:
+    path.write_text(json.dumps({"messages": turns, **({"tools": tools} if tools else {})}) + "\n")
     task = InstructionFiles(train=str(path), preset="messages", validation_fraction=0, assistant_parts="all", **options)
     return task.examples("train")
 
@@ -291,7 +291,8 @@ def test_turns_of_tool_calls_are_trained_as_the_template_renders_them(
         turns += [{"role": "assistant", "weight": 1, **CALL_TURNS[name]}, TOOL_TURN]
     turns.append({"role": "assistant", "content": "Sunny."})
     tokenizer = make_tokenizer(kind, chat=True, chat_template=template)
-    samples = [encode_example(tokenizer, example) for example in read_chat(tmp_path / "rows.jsonl", turns)]
+    tools = TOOLS if "tools" in template else None
+    samples = [encode_example(tokenizer, example) for example in read_chat(tmp_path / "rows.jsonl", turns, tools)]
     whole: Any = tokenizer.apply_chat_template(turns, tools=TOOLS, tokenize=False)
     for sample, place in zip(samples, range(1, len(turns), 2), strict=True):
         before: Any = tokenizer.apply_chat_template(
@@ -306,7 +307,7 @@ def test_turns_of_tool_calls_are_trained_as_the_template_renders_them(
             tokenizer.eos_token if kind == "llama2" else ENDS[kind]
         )
     lasts = [encode_example(tokenizer, example) for example in
-             read_chat(tmp_path / "rows.jsonl", turns[:2], assistant_turns="last")]  # fmt: skip
+             read_chat(tmp_path / "rows.jsonl", turns[:2], tools, assistant_turns="last")]  # fmt: skip
     assert [sample.response_ids for sample in lasts] == [samples[0].response_ids]
 
 
@@ -390,7 +391,7 @@ def test_calls_that_a_template_drops_from_the_context_are_refused_by_row_and_tur
     tokenizer = make_tokenizer(kind, chat=True, chat_template=template)
     turns = [TURNS[0], {"role": "assistant", **CALL_TURNS[name]}, {"role": "tool", "content": "sunny"}]
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"messages": [*turns, {"role": "assistant", "content": "Sunny."}], "tools": TOOLS}))
+    path.write_text(json.dumps({"messages": [*turns, {"role": "assistant", "content": "Sunny."}]}))
     [example] = InstructionFiles(train=str(path), validation_fraction=0).examples("train")
     if is_refused:
         with pytest.raises(ValueError, match=r"rows\.jsonl:1: messages\.1\.tool_calls: .*turn 2 \(assistant\)"):
