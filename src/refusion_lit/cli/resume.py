@@ -20,6 +20,7 @@ from refusion_lit.training.callbacks import ADDED_VALIDATION, ValidateLastStep
 from refusion_lit.training.resume import count_finished_epochs
 from refusion_lit.utils.errors import NothingToDoError
 from refusion_lit.utils.files import read_text, read_yaml
+from refusion_lit.utils.nested import get_nested
 from refusion_lit.utils.require import require
 
 
@@ -127,7 +128,7 @@ def list_dirpaths(callbacks: Any) -> list[Path]:  # noqa: ANN401 - an option of 
         callbacks: The option ``trainer.callbacks``: a callback's class and options, a list of them, or ``None``.
     """
     listed = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
-    paths = [(callback.get("init_args") or {}).get("dirpath") for callback in listed]
+    paths = [get_nested(callback, "init_args.dirpath") for callback in listed]
     return [Path(path) for path in paths if path]
 
 

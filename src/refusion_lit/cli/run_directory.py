@@ -30,6 +30,7 @@ from refusion_lit.utils.files import (
     write_atomically,
     write_json_atomically,
 )
+from refusion_lit.utils.nested import get_nested
 from refusion_lit.utils.require import require
 
 PLACE = ("runs_dir", "run_name", "run_version")
@@ -154,7 +155,7 @@ def find_files(config: Namespace | dict[str, Any], written: Mapping[Path, Mappin
         folder = read_object(path.with_name(ENVIRONMENT)).get(_WORKING_DIRECTORY) if path.name == CONFIG else None
         for name in _FILES if isinstance(folder, str) else ():
             group, _, option = name.rpartition(".")
-            options, value = _lookup(config, group), _lookup(values, name)
+            options, value = get_nested(config, group), get_nested(values, name)
             if options is None or value is None or options.get(option) != value:
                 continue  # the command line names another file
             paths = value if isinstance(value, list) else [value]
@@ -164,13 +165,6 @@ def find_files(config: Namespace | dict[str, Any], written: Mapping[Path, Mappin
                 files = ", ".join(existing)
                 changes.append(f"{name}: {files}, relative to the directory in which the run of {path} started")
     return changes
-
-
-def _lookup(values: Any, name: str) -> Any:  # noqa: ANN401 - nested options
-    """Return a nested option, or ``None``."""
-    for part in name.split("."):
-        values = values.get(part) if isinstance(values, Mapping | Namespace) else None
-    return values
 
 
 def _find(path: str, folder: Path) -> str:

@@ -23,6 +23,7 @@ from refusion_lit.reports.runs import read_all_scores
 from refusion_lit.reports.tables import FIGURES, MISMATCH, cells, escape_markdown, with_metrics
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.files import check_fingerprint, read_object
+from refusion_lit.utils.nested import get_nested
 from refusion_lit.utils.require import require
 from refusion_lit.version import __version__
 
@@ -83,7 +84,7 @@ def model_card(
             *([] if chosen.is_left_to_right else ["diffusion-language-model"]),
             "parallel-decoding",
         ],
-        base_model=_public(_lookup(config, "model", "backbone", "source")),
+        base_model=_public(get_nested(config, "model.backbone.source")),
         eval_results=evaluated or None,
         model_name=Path(name).name if evaluated else None,
     )
@@ -101,7 +102,7 @@ def model_card(
         own_options={"slot_size": 8, "slot_threshold": 0.9, "token_threshold": 0.9}
         | {name: value for name, value in options.items() if name in PROGRAM_OPTIONS},
         prompt=prompt,
-        max_new_tokens=next((_lookup(test, "sampling", "max_new_tokens") for test in tests), None) or 64,
+        max_new_tokens=next((get_nested(test, "sampling.max_new_tokens") for test in tests), None) or 64,
         has_drafter=has_drafter,
         has_block_drafter=has_block_drafter,
         is_autoregressive=published is None
@@ -172,7 +173,7 @@ def _eval_results(test: Mapping[str, Any]) -> Iterator[EvalResult]:
                 yield EvalResult(
                     task_type="text-generation",
                     task_name="Text generation",
-                    dataset_type=_lookup(test, "config", "data", "task", "init_args", "dataset") or name,
+                    dataset_type=get_nested(test, "config.data.task.init_args.dataset") or name,
                     dataset_name=f"{name}, {test['tested']}",
                     metric_type=figure,
                     metric_name=f"{title} with {decoder}",
@@ -191,7 +192,7 @@ def _read_test(directory: Path, weights: str | None) -> dict[str, Any]:
         check_fingerprint("results", str(directory), {"weights": fingerprint.get("weights")}, {"weights": weights},
                           fix="Give the directory of a test of this checkpoint")  # fmt: skip
     read_all_scores(directory, results, [])
-    task = str(_lookup(results, "config", "data", "task", "class_path") or "")
+    task = str(get_nested(results, "config.data.task.class_path") or "")
     return {"tested": "test split", "task": task.rpartition(".")[2], **results}
 
 
@@ -200,10 +201,3 @@ def _without_unset(value: Any) -> Any:  # noqa: ANN401 - YAML
     if isinstance(value, Mapping):
         return {name: _without_unset(inner) for name, inner in value.items() if inner is not None}
     return [_without_unset(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _lookup(config: object, *path: str) -> Any:  # noqa: ANN401 - a value of a config
-    value: Any = config
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value

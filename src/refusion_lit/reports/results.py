@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from refusion_lit.utils.files import read_yaml
+from refusion_lit.utils.nested import get_nested
 from refusion_lit.utils.require import is_number, require
 from refusion_lit.version import __version__
 
@@ -86,7 +87,7 @@ def parse_results(values: Any, path: Path) -> dict[str, Any] | None:  # noqa: AN
 
 def ran_concurrently(results: Mapping[str, Any]) -> bool:
     """Return whether a test ran beside other sweep points, by its ``results.json``."""
-    return ((results.get("environment") or {}).get("num_concurrent") or 1) != 1
+    return (get_nested(results, "environment.num_concurrent") or 1) != 1
 
 
 def note_on_speeds(results: Mapping[str, Any]) -> str | None:
@@ -104,7 +105,7 @@ def read_latency(results: Mapping[str, Any]) -> dict[str, dict[str, dict[str, An
 
     Every entry has ``tokens_per_second`` and ``times_baseline``, an estimate with the ends of its 95 % interval.
     """
-    return (results.get("latency_results") or {}).get("decoders") or {}
+    return get_nested(results, "latency_results.decoders") or {}
 
 
 def is_speed_baseline(latency: Mapping[str, Mapping[str, Any]] | None) -> bool:

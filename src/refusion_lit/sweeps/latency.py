@@ -15,6 +15,7 @@ from refusion_lit.reports.results import RESULTS, is_speed_baseline
 from refusion_lit.sweeps.points import Point
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.files import digest, read_object, write_json_atomically
+from refusion_lit.utils.nested import get_nested
 
 _SEPARATOR = "/"
 
@@ -35,7 +36,7 @@ def measure_points(
     results = {folder: read_object(folder / "test" / RESULTS) for folder in folders}
     tests = [[str(folder), values.get("fingerprints"), _num_threads(values)] for folder, values in results.items()]
     key = digest([asdict(options), tests])
-    if all((values.get("latency_results") or {}).get("key") == key for values in results.values()):
+    if all(get_nested(values, "latency_results.key") == key for values in results.values()):
         return
     entrants: dict[str, Entrant] = {}
     for folder, point in folders.items():
@@ -55,7 +56,7 @@ def measure_points(
 
 def _num_threads(results: Mapping[str, Any]) -> int | None:
     """Return the number of CPU threads that a test used, which OMP_NUM_THREADS or the option has set."""
-    return (results["environment"].get("hardware") or {}).get("num_threads")
+    return get_nested(results, "environment.hardware.num_threads")
 
 
 def _entrants(folder: Path, results: Mapping[str, Any], point: Point) -> dict[str, Entrant]:
@@ -64,7 +65,7 @@ def _entrants(folder: Path, results: Mapping[str, Any], point: Point) -> dict[st
 
     config = point.configs["test"]
     source = folder / "fit" / "checkpoints" / "last.ckpt" if "fit" in point.configs else config["ckpt_path"]
-    verifier = (config["model"].get("decoding") or {}).get("verifier")
+    verifier = get_nested(config, "model.decoding.verifier")
     model = load(source, verifier=verifier)
     sampling = SamplingParams(**{**results["sampling"], "stop": tuple(results["sampling"].get("stop") or ())})
     entrants = {}
@@ -89,7 +90,7 @@ def summary_sentence(rows: Sequence[Mapping[str, Any]]) -> str | None:
     Args:
         rows: Rows of the table, with ``score`` and ``latency``.
     """
-    measured = [row for row in rows if (row.get("latency") or {}).get("1")]
+    measured = [row for row in rows if get_nested(row, "latency.1")]
     baseline = next((row for row in measured if is_speed_baseline(row["latency"])), None)
     if baseline is None:
         return None

@@ -30,6 +30,7 @@ from refusion_lit.utils.files import (
     write_atomically,
     write_json_atomically,
 )
+from refusion_lit.utils.nested import get_nested
 from refusion_lit.utils.require import require
 
 TableRow = dict[str, Any]
@@ -135,10 +136,8 @@ def _input_states(point: Point) -> dict[str, str]:
     """Hash names, sizes and times of the files that a point reads: its initial weights, and its data."""
     weights, data = set(), set()
     for config in point.configs.values():
-        model = config.get("model") or {}
-        backbone, decoding = model.get("backbone") or {}, model.get("decoding") or {}
-        sources = (config.get("ckpt_path"), backbone.get("source"), backbone.get("draft"), decoding.get("verifier"))
-        for path in map(Path, filter(None, sources)):
+        names = ("ckpt_path", "model.backbone.source", "model.backbone.draft", "model.decoding.verifier")
+        for path in map(Path, filter(None, (get_nested(config, name) for name in names))):
             weights |= {path} if path.is_file() else {file for file in path.rglob("*") if file.suffix in _WEIGHTS}
         data |= _find_files(config.get("data"))
     return {"checkpoint": _hash_files(weights), "data": _hash_files(data)}
@@ -247,7 +246,7 @@ def _share_done(folder: Path, point: Point) -> float:
     """Return the share of a point that is done: of its training's steps, or 1 if the point has ended."""
     if (folder / OUTCOME).exists():
         return 1.0
-    num_steps = ((point.configs.get("fit") or {}).get("trainer") or {}).get("max_steps")
+    num_steps = get_nested(point.configs, "fit.trainer.max_steps")
     try:
         with (folder / "fit" / "metrics.csv").open(encoding="utf-8", newline="") as lines:
             steps = [int(row["step"]) for row in csv.DictReader(lines) if (row.get("step") or "").isdigit()]
