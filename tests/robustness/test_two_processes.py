@@ -129,6 +129,19 @@ def test_two_processes_resume_the_test_of_one(tmp_path: Path) -> None:
         assert again["refusion"][figure] == results["refusion"][figure]
 
 
+def test_a_training_in_forked_processes_names_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--model.backbone.config.hidden_size=16", "--model.backbone.config.num_hidden_layers=1"]
+    data = ["--data.task.num_validation=4", "--data.task.num_train=16", "--data.batch_size=4"]
+    options = [*OPTIONS, *small, *data, "--trainer.max_steps=1", f"--runs_dir={tmp_path}", "--run_version=v"]
+    assert main(["fit", *options, *TWO]) == 0
+    run = tmp_path / "quickstart" / "v"
+    lines = capsys.readouterr().out.splitlines()
+    assert f"checkpoint: {run / 'checkpoints' / 'last.ckpt'}" in lines
+    assert any(str(run / "config.yaml") in line for line in lines if line.startswith("next: "))
+
+
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError])
 def test_a_failing_process_ends_all_with_its_error(
     kind: type[Exception], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

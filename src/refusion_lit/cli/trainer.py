@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.multiprocessing import ProcessRaisedException
 
+from refusion_lit.checkpoints.files import newest_checkpoint
 from refusion_lit.cli import run_directory
 from refusion_lit.cli.lightning import RefusionCLI
 from refusion_lit.cli.messages import print_warning
@@ -143,10 +144,11 @@ def _print_results(cli: RefusionCLI) -> None:
         print(f"{type(decoder).__name__}: {_relative(RefusionCLI.claim.directory / 'predictions.jsonl')}")
     if cli.subcommand == "fit":
         path = last_checkpoint(cli.trainer)
-        if path is not None:
-            callbacks = cli.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-            run = next(callback for callback in callbacks if isinstance(callback, run_directory.SaveRun))
-            config = run.directory / run_directory.CONFIG  # with the options of the command line
+        directory = None if RefusionCLI.claim is None else RefusionCLI.claim.directory
+        if path is None and directory is not None:  # callbacks of forked processes have saved the checkpoints
+            path = newest_checkpoint([directory])
+        if path is not None and directory is not None:
+            config = directory / run_directory.CONFIG  # with the options of the command line
             print(f"checkpoint: {_relative(Path(path))}")
             print(f"next: refusion-lit test --config {_quote(config)} --ckpt_path {_quote(Path(path))}")
 
