@@ -47,7 +47,7 @@ def _overrides(name: str, data_file: str) -> list[str]:
     if name == "ablation":  # the config has no model
         return [f"--model.backbone.config={json.dumps(TINY_QWEN)}"]
     if name == "own_data":
-        return [f"--data.task.train={data_file}"]
+        return [f"--data.task.train={data_file}", "--data.task.preset=query_response"]
     if name == "gsm8k_small":
         return [f"--data.task.train={data_file}", f"--data.task.test={data_file}"]
     if name == "refusion_qwen3_8b":
