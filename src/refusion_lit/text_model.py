@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from operator import index
 from typing import Any
@@ -26,13 +27,13 @@ from refusion_lit.decoding import (
     default_decoder,
     named_decoder,
 )
-from refusion_lit.engine.checks import check_arguments
+from refusion_lit.engine.checks import check_arguments, check_traits
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.modeling.load import ModelPlan
 from refusion_lit.modeling.vocabulary import vocabulary_size
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from refusion_lit.utils.require import require, require_template
 
 _BYTES = {character: value for value, character in bytes_to_unicode().items()}
@@ -40,23 +41,46 @@ _BYTES = {character: value for value, character in bytes_to_unicode().items()}
 
 
 def check_plan(
-    plan: ModelPlan, decoder: Decoder | None, lengths: Sequence[tuple[int, str]], sampling: SamplingParams
+    plan: ModelPlan,
+    decoder: Decoder | None,
+    lengths: Sequence[tuple[int, str]],
+    sampling: SamplingParams,
+    *,
+    allow_mismatch: bool = False,
 ) -> None:
-    """Refuse prompts that leave no room for the response in a model's context, before its weights are read.
+    """Refuse a decoder that does not fit a model, and prompts that are too long for it, before its weights are read.
 
     Args:
         plan: What is known of the model.
-        decoder: The decoder; ``None``: the model's default decoder.
+        decoder: The decoder; ``None``: the model's default decoder. A decoder with a verifier is checked later.
         lengths: Pairs: a prompt's number of tokens, its id.
         sampling: Gives the response's maximum length.
+        allow_mismatch: Let a decoder pass for which the model was not trained; decoding warns of it.
 
     Raises:
-        ValueError: Naming the longest prompt.
+        ModelMismatchError: If the model was not trained for the decoder.
+        ValueError: If prompts leave no room for the response in the context, naming the longest prompt.
     """
     if decoder is None:
         decoder = default_decoder(plan.traits, plan.entry.get("decoder"), drafts=plan.has_drafter).adapt_to(sampling)
-    if not decoder.requirements().mismatches(plan.traits):  # another model is refused with the decoder that fits it
-        check_context(plan, lengths, sampling.max_new_tokens, decoder)
+    if "verifier" in decoder.requirements().predictions:
+        return
+    if not allow_mismatch:
+        with _named_alternative(plan.traits, decoder):
+            check_traits(plan.traits, decoder)
+    check_context(plan, lengths, sampling.max_new_tokens, decoder)
+
+
+@contextmanager
+def _named_alternative(traits: ModelTraits, decoder: Decoder) -> Iterator[None]:
+    """Name a decoder that fits a model in the error about a decoder that does not."""
+    try:
+        yield
+    except ModelMismatchError as error:
+        other = default_decoder(traits)
+        if type(other) is type(decoder) or other.requirements().mismatches(traits):
+            raise
+        raise ModelMismatchError(f"{error} {type(other).__name__} fits.") from None
 
 
 class TextModel:
@@ -210,13 +234,8 @@ class TextModel:
 
     def check_decoder(self, decoder: Decoder, *, allow_mismatch: bool = False) -> list[str]:
         """Run :func:`~refusion_lit.decoding.check_model`; its error names a decoder that fits the model."""
-        try:
+        with _named_alternative(self.backbone.traits, decoder):
             return check_model(self.model_for(decoder), decoder, allow_mismatch=allow_mismatch)
-        except ModelMismatchError as error:
-            other = default_decoder(self.backbone.traits)
-            if type(other) is type(decoder) or other.requirements().mismatches(self.backbone.traits):
-                raise
-            raise ModelMismatchError(f"{error} {type(other).__name__} fits.") from None
 
     def model_for(self, decoder: Decoder) -> LanguageModel:
         """Return the backbone, paired with the verifier for decoders that need two models.

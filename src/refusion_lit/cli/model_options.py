@@ -209,16 +209,15 @@ class Setup:
 
 
 def load_setup(options: Namespace, prompts: Mapping[str, str] | None = None) -> Setup:
-    """Check sampling and decoding options and the prompts' lengths, and load the model.
-
-    Decoding checks whether the model fits the decoder; :meth:`Setup.check` does this earlier.
+    """Check sampling and decoding options, the decoder and the prompts' lengths, and load the model.
 
     Args:
         options: The command's options.
         prompts: Prompts by id, for commands that know them.
 
     Raises:
-        ValueError: If an option is impossible, a prompt is too long, or the model cannot be loaded.
+        ValueError: If an option is impossible, the model was not trained for the decoder, a prompt is too long, or the
+            model cannot be loaded.
     """
     from refusion_lit.data.conversations import encode_prompt
     from refusion_lit.text_model import check_plan
@@ -230,7 +229,7 @@ def load_setup(options: Namespace, prompts: Mapping[str, str] | None = None) -> 
     def check(plan: ModelPlan) -> None:
         encode = partial(encode_prompt, plan.tokenizer, prompt_template=plan.prompt_template)
         lengths = [(len(encode(prompt)), name) for name, prompt in prompts.items()] or [(1, "0")]
-        check_plan(plan, options.decoder, lengths, sampling)
+        check_plan(plan, options.decoder, lengths, sampling, allow_mismatch=decoding.allow_mismatch)
 
     model = load_model(options, check)
     token_ids = {name: model.encode(prompt) for name, prompt in prompts.items()}

@@ -13,7 +13,7 @@ from refusion_lit.engine.decoder import Decoder
 from refusion_lit.engine.kept_cache import KeptCache
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.interface import LanguageModel, TextLimits
-from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
+from refusion_lit.types import DecodingOptions, ModelTraits, Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
 
@@ -51,6 +51,33 @@ def read_decoding_options(named: Mapping[str, Any]) -> DecodingOptions:
     return DecodingOptions(**named)
 
 
+def check_traits(
+    traits: ModelTraits, decoder: Decoder, *, allow_mismatch: bool = False,
+    fix: str = "Set allow_mismatch to true to run it anyway.",
+) -> list[str]:  # fmt: skip
+    """Refuse a decoder for which a model was not trained; the model's weights are not needed.
+
+    Args:
+        traits: What the model was trained to do.
+        decoder: The decoder.
+        allow_mismatch: Only warn if the model was trained for something else.
+        fix: What to do, as a sentence; used if :meth:`Decoder.mismatch_fix` returns nothing.
+
+    Returns:
+        The reasons why the model does not fit, if mismatches are allowed.
+
+    Raises:
+        ModelMismatchError: With the reasons.
+    """
+    reasons = decoder.requirements().mismatches(traits)
+    if reasons:
+        message = f"{type(decoder).__name__} does not fit this model: {'; '.join(reasons)}."
+        if not allow_mismatch:
+            raise ModelMismatchError(f"{message} {decoder.mismatch_fix(traits) or fix}")
+        warnings.warn(message, stacklevel=3)
+    return reasons
+
+
 def check_model(
     model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool = False,
     fix: str = "Set allow_mismatch to true to run it anyway.",
@@ -60,8 +87,8 @@ def check_model(
     Args:
         model: The model.
         decoder: The decoder.
-        allow_mismatch: Only warn if the model was trained for something else.
-        fix: What to do, as a sentence; used if :meth:`Decoder.mismatch_fix` returns nothing.
+        allow_mismatch: See :func:`check_traits`.
+        fix: See :func:`check_traits`.
 
     Returns:
         The reasons why the model does not fit, if mismatches are allowed.
@@ -72,12 +99,7 @@ def check_model(
     """
     needs = decoder.requirements()
     special = model.special_tokens
-    reasons = needs.mismatches(model.traits)
-    if reasons:
-        message = f"{type(decoder).__name__} does not fit this model: {'; '.join(reasons)}."
-        if not allow_mismatch:
-            raise ModelMismatchError(f"{message} {decoder.mismatch_fix(model.traits) or fix}")
-        warnings.warn(message, stacklevel=2)
+    reasons = check_traits(model.traits, decoder, allow_mismatch=allow_mismatch, fix=fix)
     has_masks = special.mask_token_id is not None or not any("mask" in name for name in needs.predictions)
     require(has_masks, "decoder", "a model with a mask token", "one without", "train it with Hybrid or Masked")
     fix = "load one with --draft, or set slot_size to the model's if it was trained with the hybrid objective"

@@ -195,19 +195,21 @@ class Evaluation(L.Callback):
         decoder = model.default_decoder.adapt_to(self.sampling)
         return {type(decoder).__name__.lower(): decoder}
 
-    def check_plan(self, plan: ModelPlan, prompts: Sequence[Prompt]) -> None:
-        """Refuse prompts that leave no room for the response in a model's context, before its weights are read.
+    def check_plan(self, plan: ModelPlan, prompts: Sequence[Prompt], *, is_test: bool) -> None:
+        """Refuse decoders that do not fit a model, and prompts that are too long for it, before its weights are read.
 
         Args:
             plan: What is known of the model.
             prompts: The prompts to decode.
+            is_test: Whether all decoders decode; otherwise the first one does.
 
         Raises:
-            ValueError: Naming the longest prompt.
+            ValueError: Naming the decoder or the longest prompt.
         """
         lengths = [(len(prompt.token_ids) + prompt.num_uncounted, prompt.id) for prompt in prompts]
-        for decoder in self.named.values() or (None,):
-            check_plan(plan, decoder, lengths, self.sampling)
+        decoders = [*self.named.values()] or [None]
+        for decoder in decoders if is_test else decoders[:1]:
+            check_plan(plan, decoder, lengths, self.sampling, allow_mismatch=self.options.allow_mismatch)
 
     def decode(
         self,

@@ -140,7 +140,8 @@ class SlotDiffusionModule(L.LightningModule):
         decodes = self._trainer is not None and (self.trainer.testing or self.trainer.predicting)
         # A checkpoint's traits are known when its weights are.
         if decodes and isinstance(data, InstructionDataModule) and not self.trainer.ckpt_path:
-            check = partial(self.evaluation.check_plan, prompts=PromptBatch(data.test_prompts()).prompts)
+            prompts = PromptBatch(data.test_prompts()).prompts
+            check = partial(self.evaluation.check_plan, prompts=prompts, is_test=self.trainer.testing)
         options: dict[str, Any] = {"seed": self.seed, "is_sharded": is_sharded, "check": check}
         self.backbone = self.backbone_config.build(self.tokenizer, **options)
         if self.device_mesh is not None:
