@@ -82,6 +82,7 @@ def test_they_are_the_probabilities_that_forward_passes_read(
     decoder, sampling = data.draw(setups(cls))
     sampling = replace(sampling, temperature=temperature)
     hides_ends = getattr(decoder, "forbid_eos", False) or getattr(decoder, "eos_confidence_zero", False)
+    has_raw_confidence = not hides_ends and getattr(decoder, "confidence_temperature", 1.0) == 1
     plain = decode(make(decoder), decoder, drawn_prompts, sampling)
     output = decode(make(decoder), decoder, drawn_prompts, sampling, num_top_logprobs=2, trace=True)
     for row, before in zip(output.rows, plain.rows, strict=True):
@@ -97,7 +98,7 @@ def test_they_are_the_probabilities_that_forward_passes_read(
             assert entry.token_id == row.token_ids[place]
             assert entry.logprob <= entry.top[0][1] + 1e-9
             assert entry.top[0][1] >= entry.top[1][1]
-            if not hides_ends:
+            if has_raw_confidence:
                 position = place + prompt_length
                 trace = row.trace[entry.forward - 1]
                 drafts = zip(trace.positions, trace.tokens, trace.probabilities, strict=True)
