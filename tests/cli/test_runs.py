@@ -513,6 +513,19 @@ def test_fit_prints_its_checkpoint_and_a_command_that_runs(tmp_path: Path, capsy
     assert "tokens/forward" in capsys.readouterr().out
 
 
+def test_a_checkpoint_is_tested_by_the_decoder_of_its_objective(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attention that the decoder needs is known from the checkpoint, not from the model's config."""
+    options = ["--model.objective=Masked", "--model.decoders={a: LLaDA}"]
+    assert fit(tmp_path, *options) == 0
+    run = tmp_path / "quickstart" / "version_0"
+    capsys.readouterr()
+    source = [f"--config={run / 'config.yaml'}", f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"]
+    for subcommand in ("test", "predict"):
+        assert main([subcommand, *source, *TINY_TEST, f"--runs_dir={tmp_path}"]) == 0, capsys.readouterr().err
+
+
 def test_predict_and_validate_print_where_and_what(
     checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,7 +138,6 @@ class SlotDiffusionModule(L.LightningModule):
         is_sharded = self.device_mesh is not None
         check = None
         decodes = self._trainer is not None and (self.trainer.testing or self.trainer.predicting)
-        # A checkpoint's traits are known when its weights are.
         if decodes and isinstance(data, InstructionDataModule) and not self.trainer.ckpt_path:
             prompts = PromptBatch(data.test_prompts()).prompts
             check = partial(self.evaluation.check_plan, prompts=prompts, is_test=self.trainer.testing)
