@@ -51,7 +51,7 @@ def check_plan(
     """Refuse a decoder that does not fit a model, and prompts that are too long for it, before its weights are read.
 
     Args:
-        plan: What is known of the model.
+        plan: The model's tokenizer, traits and length limits.
         decoder: The decoder; ``None``: the model's default decoder. A decoder with a verifier is checked later.
         lengths: Pairs: a prompt's number of tokens, its id.
         sampling: Gives the response's maximum length.

@@ -75,7 +75,12 @@ def test_all_doors_return_the_text_that_continues_the_prompt(
     model = load(folder, device="cpu")
     before, after = continuation(model, answer)
     script(model, after, len(before))
-    monkeypatch.setattr("refusion_lit.checkpoints.models.load", lambda *_, **__: model)
+
+    def load_scripted(*args: Any, **options: Any) -> TextModel:
+        load(*args, **options)  # checks the prompts
+        return model
+
+    monkeypatch.setattr("refusion_lit.checkpoints.models.load", load_scripted)
     [row] = model.generate([PROMPT], decoder=Autoregressive(), max_new_tokens=80)
     assert row.text == answer
     options = ["--ckpt_path", str(folder), "--decoder", "Autoregressive", "--max_new_tokens", "80"]

@@ -81,8 +81,6 @@ class RefusionCLI(LightningCLI):
 
     _first_steps = (0, 0)  # the first step and the first validation that a resumed training logs
     claim: ClassVar[run_directory.Claim | None] = None
-    _filled_parsers: ClassVar[dict[str, tuple[LightningArgumentParser, list[str]]]] = {}
-    """Parsers of subcommands with the arguments of the Trainer's methods, kept for a process that runs several."""
 
     def __init__(self, args: Sequence[str]) -> None:
         self._args = args
@@ -119,11 +117,7 @@ class RefusionCLI(LightningCLI):
         """Return the subcommand's parser. Parsers of other subcommands stay empty, because filling a parser is slow."""
         if self._args and self._args[0] != subcommand:
             return self.init_parser(**kwargs)
-        if subcommand in self._filled_parsers:
-            parser, self._subcommand_method_arguments[subcommand] = self._filled_parsers[subcommand]
-            return parser
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        self._filled_parsers[subcommand] = parser, self._subcommand_method_arguments[subcommand]
         allow_bare_flags(parser)
         parser.usage = f"refusion-lit {subcommand} --config FILE [--OPTION VALUE ...]"
         parser.description = _DESCRIPTIONS[subcommand] + _RESUME * (subcommand != "validate")
@@ -475,10 +469,6 @@ def _has(callbacks: list[Callback], kind: type[Callback]) -> bool:
 
 class _ParseOnly(RefusionCLI):
     """Creates the parsers, without parsing, seeding or building anything."""
-
-    def __init__(self, args: Sequence[str]) -> None:
-        self._filled_parsers = {}  # pyright: ignore[reportAttributeAccessIssue] - callers may change the parsers
-        super().__init__(args)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:  # noqa: ANN401, ARG002
         self.config = Namespace(subcommand=None)

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from jsonargparse import Namespace
@@ -224,15 +223,15 @@ def load_setup(options: Namespace, prompts: Mapping[str, str] | None = None) -> 
 
     sampling = build_sampling(options)
     decoding = build_options(DecodingOptions, options)
-    prompts = prompts or {}
+    token_ids: dict[str, list[int]] = {}
 
     def check(plan: ModelPlan) -> None:
-        encode = partial(encode_prompt, plan.tokenizer, prompt_template=plan.prompt_template)
-        lengths = [(len(encode(prompt)), name) for name, prompt in prompts.items()] or [(1, "0")]
+        for name, prompt in (prompts or {}).items():
+            token_ids[name] = encode_prompt(plan.tokenizer, prompt, plan.prompt_template)
+        lengths = [(len(tokens), name) for name, tokens in token_ids.items()] or [(1, "0")]
         check_plan(plan, options.decoder, lengths, sampling, allow_mismatch=decoding.allow_mismatch)
 
     model = load_model(options, check)
-    token_ids = {name: model.encode(prompt) for name, prompt in prompts.items()}
     decoder = options.decoder or model.default_decoder.adapt_to(sampling)
     return Setup(model, decoder, sampling, decoding, token_ids)
 

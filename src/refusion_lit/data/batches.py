@@ -47,8 +47,8 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
     The order depends on seed and epoch only. All ranks together see every sample once per epoch, except a remainder
     smaller than a global batch.
 
-    The sampler yields whole batches: a loader takes it as ``sampler`` with ``batch_size=None``. Lightning sets a
-    ``DistributedSampler``'s epoch, and keeps such a sampler on several processes.
+    The sampler yields whole batches: a loader takes it as ``sampler`` with ``batch_size=None``. Lightning sets the
+    epoch of a ``DistributedSampler``, and replaces other samplers on several processes.
 
     Args:
         num_samples: Dataset size.

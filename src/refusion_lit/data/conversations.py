@@ -249,7 +249,12 @@ def _encode_answer(
 def _encode_rest(
     tokenizer: PreTrainedTokenizerBase, guard: NameGuard, rendered: str, opened: str, prompt_ids: Sequence[int]
 ) -> list[int]:
-    """Encode the text after the prompt's text ``opened``, as a part of the whole text if the prompt is such a part."""
+    """Encode the text after the prompt's text ``opened``.
+
+    Returns:
+        The whole text's tokens after ``prompt_ids``. If the whole text begins otherwise, the rest is
+        encoded alone.
+    """
     whole = _encode_rendered(tokenizer, guard, rendered)
     if whole[: len(prompt_ids)] == [*prompt_ids]:
         return whole[len(prompt_ids) :]

@@ -64,8 +64,8 @@ class Detokenizer:
         Args:
             token_ids: The tokens.
             after: The tokens before them, such as the prompt.
-            stop: Stop strings. Special tokens' names can match them, too; such a name is then in the text if a stop
-                string begins or continues with it.
+            stop: Stop strings. They can match special tokens' names, too: the text has the name of a special token if
+                a stop string begins or continues with the name.
             keep: Texts; a special token whose name occurs in them is kept as text.
             is_growing: Whether further tokens may follow. If a name at the end may begin a stop string, the text then
                 contains the name, so that a stream can hold it back.

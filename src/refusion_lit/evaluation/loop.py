@@ -202,7 +202,7 @@ class Evaluation(L.Callback):
         therefore left to the check before the first batch.
 
         Args:
-            plan: What is known of the model.
+            plan: The model's tokenizer, traits and length limits.
             prompts: The prompts to decode.
             is_test: Whether all decoders decode; otherwise the first one does.
 

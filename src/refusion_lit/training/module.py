@@ -138,7 +138,7 @@ class SlotDiffusionModule(L.LightningModule):
         is_sharded = self.device_mesh is not None
         check = None
         decodes = self._trainer is not None and (self.trainer.testing or self.trainer.predicting)
-        if decodes and isinstance(data, InstructionDataModule) and not self.trainer.ckpt_path:
+        if decodes and isinstance(data, InstructionDataModule):
             prompts = PromptBatch(data.test_prompts()).prompts
             check = partial(self.evaluation.check_plan, prompts=prompts, is_test=self.trainer.testing)
         options: dict[str, Any] = {"seed": self.seed, "is_sharded": is_sharded, "check": check}
