@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, replace
 from itertools import product
-from math import ceil, log
+from math import ceil, exp, log
 from typing import Any
 
 import pytest
@@ -395,12 +395,13 @@ def fast_dllm_forwards(decoder: FastDLLM, case: Case) -> int | None:
 
 def wedlm_forwards(decoder: WeDLM, case: Case) -> int:
     """Count forwards of a text whose every mask is nearly equally sure, so that blocks or penalties alone decide."""
-    if decoder.selection == "confidence":
-        threshold = decoder.confidence_threshold
-        is_sure = threshold is not None and case.certainty >= threshold
-        return -(-case.length // decoder.window_size) if is_sure else case.length
     others = VOCAB + NUM_EXTRA_ROWS - 1
     rest = (1 - case.certainty) / others
+    if decoder.selection == "confidence":
+        log_odds = log(case.certainty / rest) / decoder.confidence_temperature
+        probability = 1 / (1 + others * exp(-log_odds))
+        is_sure = decoder.confidence_threshold is not None and probability >= decoder.confidence_threshold
+        return -(-case.length // decoder.window_size) if is_sure else case.length
     entropy = -case.certainty * log(case.certainty) - others * rest * log(rest)
     num, num_filled, num_leading = 0, 0, 0
     while num_filled < case.length:
