@@ -93,8 +93,7 @@ def printed(exported: Path) -> dict[str, Any]:
     for kind, query in QUERIES.items():
         model = refusion_lit.load(exported / kind)
         prompt = prompt_code(model.tokenizer, model.prompt_template)
-        traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
-        card = model_card(str(exported / kind), traits, None, prompt=prompt)
+        card = model_card(str(exported / kind), model.backbone, prompt)
         (program,) = re.findall(r"```python\n(from transformers .*?)```", card, re.DOTALL)
         programs[kind] = program.replace("...", query)
     (exported / "programs.json").write_text(json.dumps(programs))

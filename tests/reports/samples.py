@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+from refusion_lit.reports.model_card import model_card as make_card
+from refusion_lit.types import ModelTraits
 
 HOSTILE = "<script>alert(1)</script>&\"'$x_1$"
 
@@ -66,3 +70,22 @@ def write_sweep(root: Path) -> Path:
     (failed / "point.json").write_text(json.dumps({"options": {"model.decoders.refusion.slot_size": 99}}))
     (failed / "outcome.json").write_text(json.dumps({"status": "failed", "error": "log\nout of memory"}))
     return root
+
+
+def model_card(
+    name: str,
+    traits: ModelTraits,
+    run: Path | None = None,
+    results: Sequence[Path] = (),
+    *,
+    prompt: str = "input_ids = tokenizer('...', split_special_tokens=True, return_tensors='pt').input_ids",
+    decoder: dict[str, Any] | None = None,
+    drafter: object = None,
+) -> str:
+    """Return the card of a model without weights."""
+    config = SimpleNamespace(refusion_lit={"decoder": decoder} if decoder else {})
+    special = SimpleNamespace(mask_token_id=None)
+    backbone: Any = SimpleNamespace(
+        traits=traits, config=config, drafter=drafter, adapters=None, special_tokens=special
+    )
+    return make_card(name, backbone, prompt, run, results)

@@ -14,12 +14,11 @@ import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
-from refusion_lit.decoding import FastDLLM, ReFusion
 from refusion_lit.modeling.drafter import DrafterOptions, DrafterOrigin
 from refusion_lit.modeling.saving import prompt_code
-from refusion_lit.reports.model_card import drafter_card, model_card
+from refusion_lit.reports.model_card import drafter_card
 from refusion_lit.types import AttentionKind, ModelTraits, Prediction
-from reports.samples import predictions, write_run
+from reports.samples import model_card, predictions, write_run
 from support.tokenizer_zoo import make_tokenizer
 
 CONFIG = {
@@ -51,10 +50,10 @@ def test_a_card_has_the_base_model_the_config_and_the_environment(tmp_path: Path
 
 def test_a_card_says_what_works_without_this_package() -> None:
     exact, hybrid = ModelTraits(predictions=("next_token",)), ModelTraits(predictions=("mask", "next_token_in_slot"))
-    assert "lm_eval --model hf --model_args pretrained=out` finds likelihoods" in model_card("out", exact, None)
-    assert "`lm_eval --model hf` gives wrong ones" in model_card("out", hybrid, None)
+    assert "lm_eval --model hf --model_args pretrained=out` finds likelihoods" in model_card("out", exact)
+    assert "`lm_eval --model hf` gives wrong ones" in model_card("out", hybrid)
     bidirectional = ModelTraits(attention="bidirectional", predictions=("mask",))
-    assert "Without refusion-lit" not in model_card("out", bidirectional, None)
+    assert "Without refusion-lit" not in model_card("out", bidirectional)
 
 
 def test_the_program_of_a_card_prints_the_text_that_continues_the_prompt(
@@ -76,12 +75,12 @@ def test_the_program_of_a_card_prints_the_text_that_continues_the_prompt(
 
 
 def test_the_commands_of_a_card_quote_its_path() -> None:
-    card = model_card("my models/it's", ModelTraits(predictions=("next_token",)), None)
+    card = model_card("my models/it's", ModelTraits(predictions=("next_token",)))
     (line,) = [line for line in card.splitlines() if line.startswith("or `")]
     assert shlex.split(line.split("`")[1])[:4] == ["refusion-lit", "generate", "--ckpt_path", "my models/it's"]
     quoted = shlex.quote("pretrained=my models/it's")
     assert f"--model_args {quoted}`" in card
-    card = drafter_card("my drafter", DrafterOrigin(options=DrafterOptions(), base="base model"))
+    card = drafter_card("my drafter", DrafterOrigin(options=DrafterOptions(), base="base model"), "ids")
     assert "generate --ckpt_path 'base model' --draft 'my drafter' --prompt" in card
 
 
@@ -104,9 +103,8 @@ def test_a_card_has_the_results_of_tests(tmp_path: Path) -> None:
 
 
 def test_a_card_writes_options_that_are_off_as_the_command_line_takes_them() -> None:
-    card = model_card(
-        "out", ModelTraits(attention="bidirectional"), None, [], decoder=FastDLLM(threshold=None, factor=1.0)
-    )
+    decoder = {"class_path": "FastDLLM", "init_args": {"threshold": None, "factor": 1.0}}
+    card = model_card("out", ModelTraits(attention="bidirectional"), decoder=decoder)
     assert "--decoder FastDLLM --decoder.threshold null --decoder.factor 1.0" in card
     assert "FastDLLM(threshold=None, factor=1.0)" in card
 
@@ -147,9 +145,9 @@ def test_a_card_says_what_the_model_predicts(attention: AttentionKind, predictio
     traits = ModelTraits(
         attention=attention, block_size=4 if attention == "block_causal" else None, predictions=(prediction,)
     )
-    assert "It predicts the token" in model_card("out", traits, None)
+    assert "It predicts the token" in model_card("out", traits)
     unknown = ModelTraits(attention=attention, block_size=traits.block_size)
-    assert "What it predicts is not recorded." in model_card("out", unknown, None)
+    assert "What it predicts is not recorded." in model_card("out", unknown)
 
 
 def test_all_programs_of_a_card_decode_as_the_test_did_or_say_so(tmp_path: Path) -> None:
@@ -166,9 +164,9 @@ def test_all_programs_of_a_card_decode_as_the_test_did_or_say_so(tmp_path: Path)
     limit = results["sampling"]["max_new_tokens"]
     assert f"--decoder.infill bonus --max_new_tokens {limit} --prompt" in card
     assert card.count(f"max_new_tokens={limit})") == 2
-    named = model_card("out", hybrid, None, [run], decoder=ReFusion(slot_size=16))
+    named = model_card("out", hybrid, None, [run], decoder={"class_path": "ReFusion", "init_args": {"slot_size": 16}})
     assert "--ckpt_path out --decoder ReFusion --decoder.slot_size 16 --max" in named  # whatever was tested
-    assert "--ckpt_path out --max_new_tokens 64 --prompt" in model_card("out", hybrid, None)
+    assert "--ckpt_path out --max_new_tokens 64 --prompt" in model_card("out", hybrid)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +181,7 @@ def test_all_programs_of_a_card_decode_as_the_test_did_or_say_so(tmp_path: Path)
     ],
 )
 def test_the_example_uses_a_decoder_that_fits(traits: ModelTraits, decoder: str) -> None:
-    card = model_card("out", traits, None)
+    card = model_card("out", traits)
     assert f"decoder={decoder}" in card
     assert "Training config" not in card
 
@@ -191,7 +189,7 @@ def test_the_example_uses_a_decoder_that_fits(traits: ModelTraits, decoder: str)
 @pytest.mark.parametrize("has_drafter", [True, False])
 def test_only_models_with_masks_are_tagged_as_diffusion_models(has_drafter: bool) -> None:
     for predicted, is_diffusion in ((("next_token",), False), (("mask", "next_token_in_slot"), not has_drafter)):
-        card = model_card("out", ModelTraits(predictions=predicted), None, has_drafter=has_drafter)
+        card = model_card("out", ModelTraits(predictions=predicted), drafter=object() if has_drafter else None)
         assert ("- diffusion-language-model\n" in card) == is_diffusion
 
 

@@ -16,13 +16,12 @@ from scipy.stats import binomtest
 
 from refusion_lit.evaluation.predictions import write_predictions
 from refusion_lit.reports.comparison import compare
-from refusion_lit.reports.model_card import model_card
 from refusion_lit.reports.plots import curves_plot, speed_plot
 from refusion_lit.reports.runs import read_runs, read_scores
 from refusion_lit.reports.tables import markdown_table
 from refusion_lit.reports.write import html_report, report_results, write_report
 from refusion_lit.types import ModelTraits
-from reports.samples import HOSTILE, prediction, predictions, write_run, write_sweep
+from reports.samples import HOSTILE, model_card, prediction, predictions, write_run, write_sweep
 from support.parsed_page import ParsedPage
 
 TRAITS = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
@@ -473,7 +472,7 @@ def test_later_scores_bring_their_metrics_along(tmp_path: Path) -> None:
     [actual], _ = read_runs([run])
     assert actual.results["results"]["d"]["score"] == 0.5
     assert actual.results["results"]["d"]["half"] == 0.25
-    card = model_card("m", TRAITS, None, [run], prompt="ids")
+    card = model_card("m", TRAITS, None, [run])
     assert "value: 0.5" in card
     assert "| 0.250 |" in card
     assert "| -- |" in card

@@ -160,35 +160,23 @@ def _own_entry(model: TextModel, published: CheckpointFormat, output: str) -> di
 def _card(options: Namespace, model: TextModel, published: CheckpointFormat | None) -> str:
     """Return the model card; refuse ``--results`` of other weights."""
     from refusion_lit.checkpoints.models import load
-    from refusion_lit.modeling.block_drafter import BlockDrafter
     from refusion_lit.modeling.drafter import DrafterOrigin
-    from refusion_lit.modeling.published import published_config
     from refusion_lit.modeling.saving import prompt_code
     from refusion_lit.modeling.weights import weights_digest
     from refusion_lit.reports.model_card import drafter_card, model_card
 
-    backbone = model.backbone
+    backbone = tested = model.backbone
     prompt = prompt_code(model.tokenizer, model.prompt_template)
     name = options.push_to_hub or options.output
-    run = Path(options.ckpt_path).absolute().parent.parent  # if the checkpoint was not moved
-    is_run = options.ckpt_path.endswith(".ckpt") and (run / CONFIG).is_file()
     if options.adapter_only and backbone.drafter is not None:
         return drafter_card(name, DrafterOrigin.from_drafter(backbone.drafter), prompt)
+    run = Path(options.ckpt_path).absolute().parent.parent  # if the checkpoint was not moved
+    is_run = options.ckpt_path.endswith(".ckpt") and (run / CONFIG).is_file()
     results = [Path(path) for path in as_list(options.results)]
-    tested = backbone
     if results and options.adapter_only:  # a test merges adapters
         tested = load(options.ckpt_path, dtype="float32", device="cpu").backbone
-    is_named = "decoder" in (getattr(backbone.config, "refusion_lit", None) or {})
-    return model_card(
-        name, backbone.traits, run if is_run else None, results, adapters=backbone.adapters, prompt=prompt,
-        has_own_head=not getattr(backbone.config, "tie_word_embeddings", False),
-        decoder=model.default_decoder if is_named or published else None, has_drafter=backbone.drafter is not None,
-        has_block_drafter=isinstance(backbone.drafter, BlockDrafter),
-        weights=weights_digest(tested) if results else None, published=published,
-        mask_token_id=backbone.special_tokens.mask_token_id,
-        published_values=published_config(backbone, published, published.layout)
-        if published is not None and published.layout is not None else None,
-    )  # fmt: skip
+    weights = weights_digest(tested) if results else None
+    return model_card(name, backbone, prompt, run if is_run else None, results, weights=weights, published=published)
 
 
 def _upload(directory: str, repository: str, *, private: bool) -> None:

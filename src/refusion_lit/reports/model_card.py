@@ -11,70 +11,58 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from refusion_lit.engine.decoder import Decoder
 from refusion_lit.families.defaults import changed_options, default_decoder
-from refusion_lit.modeling.block_drafter import BlockDrafterOptions
+from refusion_lit.modeling.backbone import Backbone
+from refusion_lit.modeling.block_drafter import BlockDrafter, BlockDrafterOptions
 from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.formats import CheckpointFormat
-from refusion_lit.modeling.lora import Adapters
+from refusion_lit.modeling.published import published_config
 from refusion_lit.modeling.saving import PROGRAM_OPTIONS, has_own_decoder
 from refusion_lit.reports.results import ENVIRONMENT, RESULTS, describe_environment, read_config, read_results
 from refusion_lit.reports.runs import read_all_scores
 from refusion_lit.reports.tables import FIGURES, MISMATCH, cells, escape_markdown, with_metrics
-from refusion_lit.types import ModelTraits
 from refusion_lit.utils.files import check_fingerprint, read_object
 from refusion_lit.utils.nested import get_nested
 from refusion_lit.utils.require import require
 from refusion_lit.version import __version__
 
-PLAIN_PROMPT = (
-    'input_ids = tokenizer("...", add_special_tokens=False, split_special_tokens=True, return_tensors="pt").input_ids'
-)
-
 
 def model_card(
     name: str,
-    traits: ModelTraits,
-    run: Path | None,
+    backbone: Backbone,
+    prompt: str,
+    run: Path | None = None,
     results: Sequence[Path] = (),
     *,
     weights: str | None = None,
-    adapters: Adapters | None = None,
-    has_own_head: bool = False,
-    prompt: str = PLAIN_PROMPT,
-    decoder: Decoder | None = None,
-    has_drafter: bool = False,
-    has_block_drafter: bool = False,
     published: CheckpointFormat | None = None,
-    mask_token_id: int | None = None,
-    published_values: Mapping[str, Any] | None = None,
 ) -> str:
     """Return a model card in Markdown, with the metadata that the Hugging Face hub reads.
 
+    The card shows the decoder that the model's config names. Otherwise it shows the decoder for the model's traits,
+    with the options that were tested.
+
     Args:
         name: The model's directory or repository, for the loading example.
-        traits: The attention pattern and predictions that the weights were trained for.
+        backbone: The model. If it has low-rank adapters, the directory holds only the adapters.
+        prompt: What :func:`~refusion_lit.modeling.saving.prompt_code` returns for the tokenizer.
         run: The training run; its ``config.yaml`` and ``environment.json`` are included if they exist.
             ``None`` if the run is unknown.
         results: Test runs with a ``results.json``.
         weights: The weights' digest; results for other weights are refused. ``None`` if unknown.
-        adapters: The low-rank adapters, if the directory holds only these.
-        has_own_head: Whether the adapters' base has an LM head that is not tied to its embedding.
-        prompt: What :func:`~refusion_lit.modeling.saving.prompt_code` returns for the tokenizer.
-        decoder: The decoder that the directory names. By default the decoder for the model's traits, with the options
-            that were tested.
-        has_drafter: Whether the directory holds a drafter, too.
-        has_block_drafter: Whether that is a block drafter.
         published: The published format that the directory has, if it is not transformers'.
-        mask_token_id: The mask token, which some engines expect to be a certain one.
-        published_values: The config in the published format.
 
     Raises:
         ValueError: If a file is damaged, or a test run has no results or used other weights.
     """
     config = (run and read_config(run)) or {}
     tests = [_read_test(path, weights) for path in results]
-    chosen = decoder or _with_tested_options(default_decoder(traits, drafts=has_drafter), tests)
+    traits, has_drafter = backbone.traits, backbone.drafter is not None
+    entry = getattr(backbone.config, "refusion_lit", None) or {}
+    chosen = default_decoder(traits, entry.get("decoder"), drafts=has_drafter)
+    if "decoder" not in entry and published is None:
+        chosen = _with_tested_options(chosen, tests)
+    layout = published and published.layout
     evaluated = [result for test in tests for result in _eval_results(test)]
     data = ModelCardData(
         library_name="refusion-lit",
@@ -94,8 +82,8 @@ def model_card(
         data,
         name,
         traits=traits,
-        adapters=adapters,
-        has_own_head=has_own_head,
+        adapters=backbone.adapters,
+        has_own_head=not getattr(backbone.config, "tie_word_embeddings", False),
         decoder=type(chosen).__name__,
         options=options,
         lacking=[f"`{name}`" for name in options if name not in (*PROGRAM_OPTIONS, "fused", "infill_layout")],
@@ -104,14 +92,14 @@ def model_card(
         prompt=prompt,
         max_new_tokens=next((get_nested(test, "sampling.max_new_tokens") for test in tests), None) or 64,
         has_drafter=has_drafter,
-        has_block_drafter=has_block_drafter,
+        has_block_drafter=isinstance(backbone.drafter, BlockDrafter),
         is_autoregressive=published is None
         and (has_drafter or (traits.attention == "causal" and "next_token" in (traits.predictions or ()))),
         has_own_decoder=published is None and has_own_decoder(traits),
         published=published,
-        layout=published and published.layout,
-        mask_token_id=mask_token_id,
-        published_values=published_values or {},
+        layout=layout,
+        mask_token_id=backbone.special_tokens.mask_token_id,
+        published_values=published_config(backbone, published, layout) if published and layout else {},
         tests=tests,
         figures=FIGURES,
         cells=cells,
@@ -132,7 +120,7 @@ def _with_tested_options(decoder: Any, tests: Sequence[Mapping[str, Any]]) -> An
     return decoder
 
 
-def drafter_card(name: str, origin: DrafterOrigin, prompt: str = PLAIN_PROMPT) -> str:
+def drafter_card(name: str, origin: DrafterOrigin, prompt: str) -> str:
     """Return a drafter's model card in Markdown.
 
     Args:
