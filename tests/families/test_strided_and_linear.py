@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import shutil
+from collections import defaultdict
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import refusion_lit
 from refusion_lit.decoding import (
     Autoregressive,
     CausalBlockDiffusion,
     Decoder,
+    Forward,
     IntrospectiveStrided,
     LinearSpeculation,
+    Reading,
     decode,
 )
+from refusion_lit.engine.requests import Branch, Proposal
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.decoder_cases import traits_for
-from support.fakes import EOS, HashModel
+from support.fakes import EOS, SPECIAL, VOCAB, HashModel
 from support.published import MODELS
 
 PROMPTS = [Prompt(token_ids=ids, id=str(i)) for i, ids in enumerate([(3, 4, 5), (6,), (3, 4, 5, 7, 8)])]
@@ -41,6 +50,102 @@ def test_the_text_is_the_sequential_decoders_also_with_a_temperature(decoder: De
     for seed in range(4):
         sampling = SamplingParams(max_new_tokens=17, temperature=temperature, seed=seed)
         assert texts(decoder, traits, seed, sampling) == texts(Autoregressive(), traits, seed, sampling)
+
+
+Text = tuple[int, ...]
+WORDS: tuple[int, ...] = (EOS, 3, 4)
+
+
+def next_token_shares(context: Text) -> dict[int, float]:
+    """Return a distribution that depends on every token of the context."""
+    weights = [random.Random(repr((context, word))).uniform(0.05, 1) ** 3 for word in WORDS]
+    return {word: weight / sum(weights) for word, weight in zip(WORDS, weights, strict=True)}
+
+
+def possible_draws(context: Text, proposal: Proposal | None) -> list[tuple[Proposal, float]]:
+    """Return all tokens that may be drawn behind a context, and their probabilities."""
+    p = next_token_shares(context)
+    draws: dict[int, float] = dict(p)
+    if proposal is not None:
+        q = dict(zip(WORDS, proposal.probabilities.tolist(), strict=True))
+        kept = min(1.0, p[proposal.token] / q[proposal.token])
+        rest = {word: max(p[word] - q[word], 0.0) for word in WORDS}
+        draws = {word: (1 - kept) * rest[word] / (sum(rest.values()) or 1) for word in WORDS}
+        draws[proposal.token] += kept
+    distribution = torch.tensor([*p.values()], dtype=torch.float64)
+    return [(Proposal(word, distribution), share) for word, share in draws.items() if share > 0]
+
+
+def run_with(decoder: Decoder, sampling: SamplingParams, answers: list[Reading]) -> tuple[Text, list[Any]]:
+    """Decode with given readings; return the text and, if they do not suffice, what may be drawn next."""
+    state, following = decoder.begin(PROMPTS[0], sampling, SPECIAL), iter(answers)
+    branch = Branch(tokens=(), positions=())
+    while not state.prefix_ends:
+        steps = decoder.step(state)
+        request = next(steps, None)
+        while request is not None:
+            if isinstance(request, Forward):
+                [branch] = request.branches
+            else:
+                branch = replace(branch, draft_at=request.draft_at[0], proposals={})
+            cached = [*PROMPTS[0].token_ids, *state.tokens][: branch.positions[0]]
+            if (answer := next(following, None)) is None:
+                return (), [
+                    possible_draws((*cached, *branch.tokens[: offset + 1]), branch.proposals.get(offset))
+                    for offset in branch.draft_at
+                ]
+            try:
+                request = steps.send([answer])
+            except StopIteration:
+                request = None
+    return tuple(state.final_prefix()), []
+
+
+@pytest.mark.parametrize("stride", [2, 3])
+def test_rejection_sampling_gives_every_text_its_probability(stride: int) -> None:
+    """All draws are enumerated, so that the probabilities of texts are exact."""
+    decoder = IntrospectiveStrided(stride=stride, coupling="rejection")
+    sampling = SamplingParams(max_new_tokens=5, temperature=1.0)
+    shares: dict[Text, float] = defaultdict(float)
+    waiting: list[tuple[list[Reading], float]] = [([], 1.0)]
+    while waiting:
+        answers, share = waiting.pop()
+        text, draws = run_with(decoder, sampling, answers)
+        if not draws:
+            shares[text] += share
+        for drawn in product(*draws) if draws else ():
+            proposals = [proposal for proposal, _ in drawn]
+            reading = Reading(tokens=[proposal.token for proposal in proposals], proposals=proposals)
+            waiting.append(([*answers, reading], share * math.prod(each for _, each in drawn)))
+    expected: dict[Text, float] = {(): 1.0}
+    for _ in range(sampling.max_new_tokens):
+        expected = {
+            longer: share * more
+            for text, share in expected.items()
+            for longer, more in (
+                [(text, 1.0)]
+                if EOS in text
+                else [((*text, w), p) for w, p in next_token_shares((*PROMPTS[0].token_ids, *text)).items()]
+            )
+        }
+    assert dict(shares) == pytest.approx(expected, abs=1e-12)
+
+
+def test_rejection_sampling_keeps_every_draft_that_is_as_probable_as_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    same = torch.linspace(0, 3, VOCAB).index_fill(0, torch.tensor([EOS]), -60.0)
+    monkeypatch.setattr(HashModel, "logits", lambda _, hidden: same.expand(*hidden.shape[:-1], -1).clone())
+    decoder = IntrospectiveStrided(stride=4, coupling="rejection")
+    drawn, greedy = (
+        decode(
+            HashModel(traits=traits_for(decoder)),
+            decoder,
+            PROMPTS,
+            SamplingParams(max_new_tokens=25, temperature=temperature),
+        )
+        for temperature in (1.0, 0.0)
+    )
+    assert [row.num_forwards for row in drawn.rows] == [row.num_forwards for row in greedy.rows] == [8, 8, 8]
+    assert [row.token_ids for row in drawn.rows] != [row.token_ids for row in greedy.rows]
 
 
 def test_a_drawn_drafts_confidence_is_its_probability_after_the_filters() -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from refusion_lit.engine.branches import text_branch, up_to_eos
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
-from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
+from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Proposal, Steps
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.learning.objective import Head, MaskRatio, Objective, mask_probability, required_mask_id
@@ -62,9 +62,11 @@ class StridedState(RowState):
 
     Attributes:
         drafts: Drafts of the tokens after the committed tokens.
+        proposals: The drafts with their distributions, for rejection sampling.
     """
 
     drafts: list[int] = field(default_factory=list)
+    proposals: list[Proposal] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,19 +77,21 @@ class IntrospectiveStrided(Decoder):
     if the position before it predicts the same token. If all drafts hold, the forward adds them and the token after
     them, and the masks have made the next drafts. Otherwise it adds the drafts before the first wrong draft and the
     right token in its place. The masks then followed wrong text, so the next forward verifies nothing: it adds a token
-    and makes new drafts. With a temperature, drafts and verification share noise, so that sampled text is the
-    sequential decoder's, too.
+    and makes new drafts.
 
     Source: introspective strided decoding, ``IDLMBlockN`` of I-DLM (arXiv 2604.11035). As there, the prompt is read in
     a forward of its own, and its token is written together with the next token. Deliberate differences: masks and
-    drafts beyond ``max_new_tokens`` are not fed; above temperature 0, drafts are compared, not accepted with a
-    probability.
+    drafts beyond ``max_new_tokens`` are not fed; above temperature 0, drafts are drawn, where the program takes the
+    most probable tokens, so that sampled text follows the model's distribution.
 
     Attributes:
         stride: Maximum number of tokens that a forward adds, N (``gen_block_size``), at least 1. A checkpoint trained
             with blocks of b masks has b + 1.
         num_verified: Number of drafts of a forward that are verified; the other drafts are taken as they are, so the
             text is no longer exact. ``None``: all (1 is ``verify_num_specs``, 0 is ``use_spec_verify`` false).
+        coupling: Dependence between sampled drafts and verified tokens, as in :class:`SelfSpeculative`; without effect
+            at temperature 0. ``shared_noise``: the sampled text is that of :class:`Autoregressive`, token for token.
+            ``rejection``: rejection sampling; the text has the same distribution.
 
     >>> import refusion_lit
     >>> model = refusion_lit.load("tests/goldens/published_2026/models/idlm-tiny")
@@ -104,10 +108,12 @@ class IntrospectiveStrided(Decoder):
     ranges = {"stride": 1, "num_verified": 0}
     stride: int = 4
     num_verified: int | None = None
+    coupling: Literal["shared_noise", "rejection"] = "shared_noise"
 
     def step(self, state: StridedState) -> Steps[None]:  # type: ignore[override]
         """Read the prompt, if that is not done; then run a forward that verifies and drafts."""
         draw = Draw(sampling=state.sampling, with_probability=False)
+        rejects = self.coupling == "rejection" and state.sampling.temperature > 0
         first: list[int] = []
         if not state.committed:
             prompt = text_branch(state, state.num_cached, state.prompt_length, [state.prompt_length], shift=1)
@@ -127,23 +133,24 @@ class IntrospectiveStrided(Decoder):
             visible=((0, state.num_cached),),
             write_at=state.num_cached,
             shift=1,
-            draft_at=range(len(tokens)),
+            draft_at=range(len(fed) + 1 if rejects else len(tokens)),
+            proposals=dict(enumerate(state.proposals[: len(drafts)][: self.num_verified])),
         )
         phase = "verify+draft" if drafts else "next_token+draft"
         [reading] = yield Forward(phase=phase, branches=(branch,), draw=draw)
         exact = reading.tokens[: len(fed) + 1]
         num_verified = len(drafts) if self.num_verified is None else self.num_verified
         wrong = next((j for j, draft in enumerate(drafts[:num_verified]) if draft != exact[j]), None)
-        if wrong is None:
-            added = [*drafts, *exact[len(drafts) :]]
-            state.drafts = reading.tokens[len(fed) + 1 :]
-        else:
-            added = [*drafts[:wrong], exact[wrong]]
-            state.drafts = []
+        added = [*drafts, *exact[len(drafts) :]] if wrong is None else [*drafts[:wrong], exact[wrong]]
         state.num_cached += len(added)  # all but the last token, which is fed next
         written = up_to_eos(state, [*first, *added])[: room + len(first)]
         place = state.num_committed
         state.commit(range(place, place + len(written)), written)
+        state.drafts = reading.tokens[len(fed) + 1 :] if wrong is None else []
+        if rejects and wrong is None and num_masks and not state.prefix_ends:
+            masks = range(len(tokens) - num_masks, len(tokens))
+            [reading] = yield MoreDrafts(draft_at=(masks,), draw=replace(draw, proposes=True))
+            state.drafts, state.proposals = reading.tokens, reading.proposals
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import refusion_lit
-from refusion_lit.decoding import Autoregressive, DecodingOutput, Forward, SelfSpeculative, decode
+from refusion_lit.decoding import (
+    Autoregressive,
+    Decoder,
+    DecodingOutput,
+    Forward,
+    IntrospectiveStrided,
+    SelfSpeculative,
+    decode,
+)
 from refusion_lit.families.speculative.decoder import _ADAPTERS, _DRAFTER_COST_FACTOR, SpeculativeState, cheapest
 from refusion_lit.modeling.drafter import DraftMasks
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
-from support.decoder_cases import LastState, prompts, temperatures
+from support.decoder_cases import LastState, prompts, temperatures, traits_for
 from support.example_counts import examples
 from support.fakes import (
     DRAFTS,
@@ -234,24 +242,26 @@ def test_a_hybrid_model_without_slot_size_is_refused_with_the_option_to_set() ->
 
 
 @pytest.mark.parametrize(
-    ("options", "slot_size"),
+    "decoder",
     [
-        ({"layout": "single_forward"}, None),
-        ({"layout": "single_forward", "coupling": "rejection"}, None),
-        ({"layout": "two_forwards", "coupling": "rejection"}, None),
-        ({"layout": "single_forward", "coupling": "rejection", "slot_size": 2}, 2),
-        ({"layout": "two_forwards", "coupling": "rejection", "slot_size": 3}, 3),
+        SelfSpeculative(layout="single_forward"),
+        SelfSpeculative(layout="single_forward", coupling="rejection"),
+        SelfSpeculative(layout="two_forwards", coupling="rejection"),
+        SelfSpeculative(layout="single_forward", coupling="rejection", slot_size=2),
+        SelfSpeculative(layout="two_forwards", coupling="rejection", slot_size=3),
+        IntrospectiveStrided(stride=3, coupling="rejection"),
     ],
-    ids=str,
+    ids=repr,
 )
-def test_sampled_tokens_follow_the_models_distribution(options: dict[str, Any], slot_size: int | None) -> None:
+def test_sampled_tokens_follow_the_models_distribution(decoder: Decoder) -> None:
+    slot_size = getattr(decoder, "slot_size", None)
     # With a vocabulary of few tokens and three places, all outcomes can be counted.
     number = 1000
-    model = HashModel(11, end_bias=-60.0, traits=NEXT if slot_size is None else HYBRID)
+    model = HashModel(11, end_bias=-60.0, traits=traits_for(decoder))
     requests = [Prompt(token_ids=(5, 6), id=str(i)) for i in range(number)]
     sampling = SamplingParams(max_new_tokens=3, temperature=8.0, top_k=3)
     # Looking for common beginnings would take most of the time.
-    rows = decode(model, SelfSpeculative(**options), requests, sampling, batch_size=400, share_prefixes=False).rows
+    rows = decode(model, decoder, requests, sampling, batch_size=400, share_prefixes=False).rows
     counts: dict[tuple[int, ...], int] = {}
     for row in rows:
         counts[tuple(row.token_ids)] = counts.get(tuple(row.token_ids), 0) + 1
