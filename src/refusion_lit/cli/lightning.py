@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -301,14 +301,27 @@ def _check_groups(parser: LightningArgumentParser, values: Mapping[str, Any], pa
         )
 
 
-def _find_file(message: str, args: Sequence[str], files: Iterable[Path]) -> str:
-    """Return ``FILE: `` for the config that contains an error's option; an empty text if the command line does."""
-    option = re.match(r"(?:unknown option ')?([\w.]+)", message)
-    name = option[1].rpartition(".")[2] if option else ""
-    if not name or any(re.search(rf"\b{name}\b", arg) for arg in args):
+def _find_file(message: str, args: Sequence[str], files: Mapping[Path, Mapping[str, Any]]) -> str:
+    """Return ``FILE: `` for the last config that sets an error's option; an empty text if the command line does."""
+    option = re.sub(r"unknown option '(.+?)'", r"\1:", message).partition(":")[0]
+    given = [arg.partition("=")[0].replace(".init_args", "") for arg in args]
+    if any(f"--{option}.".startswith(f"{name}.") or name.startswith(f"--{option}.") for name in given):
         return ""
-    prefixes = (f"{path}: " for path in reversed([*files]) if re.search(rf"\b{name}\b", path.read_text("utf-8")))
-    return next(prefixes, "")
+    return next((f"{path}: " for path in reversed(files) if _has_option(files[path], option)), "")
+
+
+def _has_option(values: Mapping[str, Any], option: str) -> bool:
+    """Return whether a config sets an option, or a component that holds the option."""
+    value: Any = values
+    for part in () if option in values else option.split("."):
+        if isinstance(value, Mapping) and part not in value:
+            value = value.get("init_args") or {}
+        if not isinstance(value, Mapping):
+            break
+        if part not in value:
+            return False
+        value = value[part]
+    return True
 
 
 def _read_decoder_files(args: Sequence[str]) -> list[str]:

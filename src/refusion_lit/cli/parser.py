@@ -17,6 +17,7 @@ import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from refusion_lit.cli.messages import user_code_location
+from refusion_lit.utils.nested import get_nested
 from refusion_lit.utils.require import require
 
 PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, SyntaxError, ImportError, NameError)
@@ -202,10 +203,10 @@ def explain_missing_classes(parser: ArgumentParser) -> None:
     actions: list[Any] = parser._actions  # jsonargparse checks the value of an option in a method of its action
     for action in actions:
         if _subclasses(action) and not hasattr(action._check_type, "__wrapped__"):
-            action._check_type = _explain_missing_class(action, action._check_type)
+            action._check_type = _name_missing_class(action, action._check_type)
 
 
-def _explain_missing_class(action: Any, check: Callable[..., Any]) -> Callable[..., Any]:  # noqa: ANN401 - jsonargparse's
+def _name_missing_class(action: Any, check: Callable[..., Any]) -> Callable[..., Any]:  # noqa: ANN401 - jsonargparse's
     """Return an option's check whose error names the class that is missing, if a class is."""
 
     @wraps(check)  # jsonargparse passes the arguments that the signature names
@@ -213,75 +214,62 @@ def _explain_missing_class(action: Any, check: Callable[..., Any]) -> Callable[.
         try:
             return check(value, cfg=cfg, **options)
         except (TypeError, ValueError) as error:
-            known = [name for name in _subclasses(action) if not re.search(rf"\b{name}\b", str(action._typehint))]
             previous = (cfg.get(action.dest) if cfg else None) or action.default
-            if isinstance(previous, list) and hasattr(value, "_fields"):  # options of the last class in a list
-                previous = previous[-1]
-            by_name = dict in [get_origin(hint) for hint in (action._typehint, *get_args(action._typehint))]
-            if known and (reason := _find_missing_class(_read_value(value), previous, known, by_name=by_name)):
+            if isinstance(previous, list):  # an inner option belongs to the last class in the list
+                previous = previous[-1] if hasattr(value, "_fields") else None
+            if reason := _find_missing_class(action, _read_value(value), previous):
                 raise TypeError(f'Parser key "{action.dest}": {reason}') from error
             raise
 
     return checked
 
 
-def _find_missing_class(value: Any, previous: Any, known: Sequence[str], *, by_name: bool) -> str | None:  # noqa: ANN401
+def _find_missing_class(action: Any, value: Any, previous: Any) -> str | None:  # noqa: ANN401 - values of a config
     """Return the error of a value with options but without their class; ``None`` if no class is missing.
 
     Args:
-        value: The value of an option that takes a class, a list of classes, or classes by name.
+        action: An option that takes a class, a list of classes, or classes by name.
+        value: The option's value.
         previous: The option's value before, whose class the options may belong to.
-        known: Names of classes that the option takes.
-        by_name: Whether the option takes classes by name.
     """
-    previous = previous if isinstance(previous, Mapping | Namespace) else {}
-    if by_name:
+    known = _subclasses(action)
+    entries = [("", value, previous)]
+    if dict in map(get_origin, (action._typehint, *get_args(action._typehint))):  # classes by name
         if not isinstance(value, Mapping):
             return f"expected classes by name, got {value!r}; write {{NAME: {value if value in known else 'CLASS'}}}"
-        for name, entry in value.items():
-            if not isinstance(entry, str | Mapping | None):
-                return f"{name}: expected the name or import path of a class, got {entry!r}{suggest('', known)}"
-            if reason := _find_missing_class(entry, previous.get(name), known, by_name=False):
-                return f"{name}: {reason}"
-        return None
-    if isinstance(value, list):
-        reasons = (_find_missing_class(entry, None, known, by_name=False) for entry in value)
-        return next(filter(None, reasons), None)
-    if not isinstance(value, Mapping):
-        return None
-    options = {key: entry for key, entry in value.items() if key not in ("class_path", "init_args", "dict_kwargs")}
-    has_class = "class_path" in value
-    if (has_class and not options) or (not has_class and "class_path" in previous):
-        return None
-    name = value.get("class_path", next((value[key] for key in _CLASS_KEYS if value.get(key) in known), None))
-    options = {key: entry for key, entry in options.items() if entry != name or key not in _CLASS_KEYS}
-    options |= value.get("init_args") or {}
-    example = {"class_path": name or "NAME", "init_args": options or {"OPTION": "VALUE"}}
-    text = yaml.safe_dump(example, default_flow_style=True, sort_keys=False, width=1 << 20).strip()
-    expected = f"options of {name} under init_args" if has_class else "class_path beside the class's options"
-    return f"expected {expected}; write {text}{'' if name else suggest('', known)}"
-
-
-_CLASS_KEYS = ("class", "class_name", "name", "type", "_target_")
-"""Keys that other programs' configs have for ``class_path``."""
+        entries = [(f"{name}: ", entry, (previous or {}).get(name)) for name, entry in value.items()]
+    elif isinstance(value, list):
+        entries = [("", entry, None) for entry in value]
+    for label, entry, before in entries:
+        if label and not isinstance(entry, str | Mapping | None):
+            return f"{label}expected the name or import path of a class, got {entry!r}{suggest('', known)}"
+        if not isinstance(entry, Mapping):
+            continue
+        options = {key: item for key, item in entry.items() if key not in ("class_path", "init_args", "dict_kwargs")}
+        name = entry.get("class_path")
+        if (name and not options) or (not name and get_nested(before, "class_path")):
+            continue
+        expected = f"options of {name} under init_args" if name else "class_path beside the class's options"
+        name = name or options.pop(next((key for key in options if options[key] in known), None), None)
+        example = {"class_path": name or "NAME", "init_args": options | (entry.get("init_args") or {})}
+        text = yaml.safe_dump(example, default_flow_style=True, sort_keys=False, width=1 << 20).strip()
+        return f"{label}expected {expected}; write {text}{'' if name else suggest('', known)}"
+    return None
 
 
 def _subclasses(action: argparse.Action | None) -> list[str]:
     """Return the names of an option's known classes, from the text of its help."""
-    return re.findall(r"\.(\w+)(?:,|$)", getattr(action, "extra_help", str)())
+    paths = getattr(action, "extra_help", str)().removeprefix(", known subclasses: ").split(", ")
+    bases = re.findall(r"\w+", str(getattr(action, "_typehint", "")))
+    return [name for name in (path.rpartition(".")[2] for path in paths) if name and name not in bases]
 
 
 def _read_value(value: Any) -> Any:  # noqa: ANN401 - any value of a config
-    """Return an option's value as lists and mappings.
-
-    Args:
-        value: A value of a config, a text or a file's name, or jsonargparse's pair of an inner option and its value.
-    """
+    """Return a text, or jsonargparse's pair of an inner option and its value, as lists and mappings."""
     names, value = (value.key.split("."), value.val) if hasattr(value, "_fields") else ([], value)
     if isinstance(value, str):
-        is_file = value.endswith((".yaml", ".yml")) and Path(value).is_file()
         with suppress(yaml.YAMLError):
-            value = yaml.safe_load(Path(value).read_text("utf-8") if is_file else value)
+            value = yaml.safe_load(value)
     for name in reversed(names):
         value = {name: value}
     return value.as_dict() if isinstance(value, Namespace) else value
