@@ -41,8 +41,8 @@ def build_parser() -> ModelParser:
     parser.add_argument("--adapter_only", type=bool, default=False, help=adapters)
     results = "directory of a test run, for the model card; several as [A, B]"
     parser.add_argument("--results", type=list[str] | str, default=[], help=results)
-    parser.add_argument("--push_to_hub", type=str | None, default=None, help="repository to upload to, as OWNER/NAME")
-    parser.add_argument("--private", type=bool, default=True, help="whether a new repository is private")
+    repository = "repository to upload to, as OWNER/NAME; a new one is private"
+    parser.add_argument("--push_to_hub", type=str | None, default=None, help=repository)
     return parser
 
 
@@ -104,7 +104,7 @@ def run(args: list[str]) -> int:
         write_atomically(directory / "README.md", card)
     sys.stdout.write(f"wrote {options.output}\n")
     if options.push_to_hub:
-        _upload(options.output, options.push_to_hub, private=options.private)
+        _upload(options.output, options.push_to_hub)
         sys.stdout.write(f"uploaded to {options.push_to_hub}\n")
     return 0
 
@@ -179,12 +179,12 @@ def _card(options: Namespace, model: TextModel, published: CheckpointFormat | No
     return model_card(name, backbone, prompt, run if is_run else None, results, weights=weights, published=published)
 
 
-def _upload(directory: str, repository: str, *, private: bool) -> None:
+def _upload(directory: str, repository: str) -> None:
     from huggingface_hub import HfApi
 
     api = HfApi()
     try:
-        api.create_repo(repository, private=private, exist_ok=True)
+        api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=directory, commit_message="Upload from refusion-lit")
     except Exception as error:  # errors of the hub, its client library or the network
         raise ValueError(

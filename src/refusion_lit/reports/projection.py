@@ -8,8 +8,7 @@ the named model commits as many tokens per call as the model that was run.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from typing import Any
@@ -134,8 +133,6 @@ DEVICES: dict[str, Device] = {
         source=f"NVIDIA Ada GPU architecture: bfloat16, float32 sums, without sparsity; {_LAUNCH_SOURCE}",
     ),
 }  # fmt: skip
-CPU = "cpu"
-"""The device whose constants :func:`measure_cpu` measures when the report is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +195,7 @@ def project(shapes: CallShapes, model: ModelSize, device: Device) -> Projection:
 
 
 def parse_target(text: str) -> tuple[str, ModelSize, Device]:
-    """Read ``MODEL@DEVICE``; case does not matter. ``cpu`` is measured now.
+    """Read ``MODEL@DEVICE``; case does not matter.
 
     Returns:
         The names as the tables write them, the model and the device.
@@ -208,42 +205,12 @@ def parse_target(text: str) -> tuple[str, ModelSize, Device]:
     """
     model, _, device = text.partition("@")
     models = {name.lower(): name for name in MODELS}
-    devices = {name.lower(): name for name in (*DEVICES, CPU)}
+    devices = {name.lower(): name for name in DEVICES}
     expected = f"MODEL@DEVICE with a model of {', '.join(MODELS)} and a device of {', '.join(devices.values())}"
     is_known = model.lower() in models and device.lower() in devices
     require(is_known, "project", expected, text, "choose among these, Qwen3-8B@H100 for example")
     model, device = models[model.lower()], devices[device.lower()]
-    return f"{model}@{device}", MODELS[model], measure_cpu() if device == CPU else DEVICES[device]
-
-
-def measure_cpu() -> Device:
-    """Measure this processor's constants in about two seconds: float32, with torch's current number of threads."""
-    import torch  # takes seconds; reading runs does not need it
-
-    def best(work: Callable[[], object], repeats: int) -> float:
-        work()
-        times = []
-        for _ in range(5):
-            started = time.perf_counter()
-            for _ in range(repeats):
-                work()
-            times.append((time.perf_counter() - started) / repeats)
-        return min(times)
-
-    large, square, small = torch.ones(4096, 8192), torch.ones(1024, 1024), torch.ones(1, 64)
-    row = torch.ones(1, 8192)
-    with torch.inference_mode():
-        reading = best(lambda: torch.nn.functional.linear(row, large), 2)
-        multiplying = best(lambda: square @ square, 2)
-        launching = best(lambda: small + small, 1000)
-    return Device(
-        bytes_per_second=large.nbytes / reading,
-        operations_per_second=2 * 1024**3 / multiplying,
-        launch_seconds=launching,
-        bytes_per_value=4,
-        overlaps=False,
-        source=f"this processor, measured for this report: float32, {torch.get_num_threads()} thread(s)",
-    )
+    return f"{model}@{device}", MODELS[model], DEVICES[device]
 
 
 def projection_tables(paths: Sequence[str], targets: str, baseline: str | None = None) -> str:

@@ -202,41 +202,20 @@ def read_yaml(path: Path, option: str) -> dict[str, Any]:
 
     text = read_text(path, option, "a YAML file")
     try:
-        values = yaml.load(text, Loader)
+        # JSON has no dates, no sets and no lists that contain themselves.
+        values = json.loads(json.dumps(yaml.load(text, Loader)))
     # PyYAML does not catch errors of Python's conversions, for example of !!int x or the date 2001-99-99.
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{option}: {path} is not YAML ({reason}); correct the file.") from error
+        raise ValueError(
+            f"{option}: {path} is not YAML of texts, numbers, lists and groups ({reason}); correct the file."
+        ) from error
     if values is None:
         raise ValueError(f"{option}: expected a mapping of options in {path}, got an empty file; leave it out.")
     if not isinstance(values, dict):
         got = type(values).__name__
         raise ValueError(f"{option}: expected a mapping of options in {path}, got {got}; write them as NAME: VALUE.")
-    _check_plain(values, f"{option}: {path}", ())
     return values
-
-
-def _check_plain(value: object, where: str, parents: tuple[int, ...]) -> None:
-    """Refuse a value that is not a text, number, boolean, null, or a list or mapping of such values.
-
-    Args:
-        value: The value.
-        where: Option and file, for messages.
-        parents: ``id`` of the lists and mappings around the value, because YAML's anchors allow cycles.
-    """
-    if isinstance(value, dict | list):
-        if id(value) in parents:
-            raise ValueError(f"{where}: expected values, got a list or group that contains itself; write it out.")
-        for key in value if isinstance(value, dict) else ():
-            if not isinstance(key, str):
-                raise ValueError(f"{where}: expected names of options, got {key!r}; put it in quotes.")
-        for child in value.values() if isinstance(value, dict) else value:
-            _check_plain(child, where, (*parents, id(value)))
-    elif not (value is None or isinstance(value, str | int | float)):
-        raise ValueError(
-            f"{where}: expected text, numbers, lists and groups of options, got {type(value).__name__} {value!r}; "
-            "put it in quotes."
-        )
 
 
 def acquire_lock(path: Path, option: str, process: str, fix: str) -> Lock:
