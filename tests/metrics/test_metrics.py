@@ -10,7 +10,7 @@ import torch
 from refusion_lit.decoding import DecodingOutput, Generation
 from refusion_lit.learning.batch import LossOutput
 from refusion_lit.metrics import DecodingMetrics
-from refusion_lit.reports.tables import PRINTED, decoder_table
+from refusion_lit.reports.tables import PRINTED, print_figures
 from refusion_lit.training.validation import TermMeans
 
 TERMS = {"ar": 1.0, "mdm": 0.5}
@@ -99,8 +99,8 @@ def test_term_means_are_totals_over_totals() -> None:
 def test_the_table_marks_decoders_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     metrics = DecodingMetrics()
     metrics.update(_output([_row(10, 4)], seconds=2.0), [1.0])
-    results = {"good": metrics.compute(), "odd": metrics.compute()}
-    decoder_table(results, 7, marked={"odd"})
+    rows = [([name], metrics.compute(), None, name == "odd") for name in ("good", "odd")]
+    print_figures("1 prompts, batch size 7", ["decoder"], rows)
     text = capsys.readouterr().out
     assert "1 prompts, batch size 7" in text
     assert "odd *" in text
@@ -113,7 +113,8 @@ def test_a_table_in_a_file_is_whole(capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setenv("COLUMNS", "50")  # of the terminal that the command was typed in
     metrics = DecodingMetrics()
     metrics.update(_output([_row(10, 4)], seconds=2.0), [1.0])
-    decoder_table({"a_decoder_with_a_name": metrics.compute(), "other": metrics.compute()}, 7)
+    rows = [([name], metrics.compute(), None, False) for name in ("a_decoder_with_a_name", "other")]
+    print_figures("1 prompts, batch size 7", ["decoder"], rows)
     lines = capsys.readouterr().out.splitlines()
     head = next(line for line in lines if line.startswith("┃"))
     assert [cell.strip() for cell in head.strip("┃").split("┃")] == ["decoder", *(title for _, title, _ in PRINTED)]

@@ -216,10 +216,9 @@ class RefusionCLI(LightningCLI):
         if "weights_only" in config:
             config.weights_only = True  # our checkpoints hold tensors and plain values only
         self._set_threads(config.num_threads)
-        _check_trainer(config.trainer)
+        _check_trainer(config.trainer, str(self.subcommand))
         if "--trainer.precision" not in self._named:
             _choose_precision(config.trainer)
-        _check_lengths(config.trainer, str(self.subcommand))
         run_directory.check_names(config.run_name, config.run_version)
         if config.get("ckpt_path") == "last":
             path = resume.find_last_checkpoint(config, str(self.subcommand))
@@ -349,8 +348,8 @@ def _read_decoder_files(args: Sequence[str]) -> list[str]:
     return expanded
 
 
-def _check_trainer(trainer: Namespace) -> None:
-    """Refuse a device that is missing, and numbers that Lightning would divide by or silently ignore."""
+def _check_trainer(trainer: Namespace, subcommand: str) -> None:
+    """Refuse a missing device, numbers that Lightning would divide by or silently ignore, and work without a batch."""
     name = str(trainer.accelerator)
     # gpu stands for two kinds of devices. auto, and accelerators given as objects, are not in the registry.
     kinds = [kind for kind in {"gpu": ("cuda", "mps")}.get(name, (name,)) if kind in AcceleratorRegistry]
@@ -367,10 +366,6 @@ def _check_trainer(trainer: Namespace) -> None:
     expected = "a number of batches of at least 1, a fraction of an epoch above 0, or a time"
     is_positive = not isinstance(interval, int | float) or interval > 0
     require(is_positive, "trainer.val_check_interval", expected, interval, "leave it out for once an epoch")
-
-
-def _check_lengths(trainer: Namespace, subcommand: str) -> None:
-    """Refuse a command without a batch, and a training without a step."""
     split = {"fit": "train", "validate": "val"}.get(subcommand, subcommand)
     option = f"limit_{split}_batches"
     require(trainer.get(option) != 0, f"trainer.{option}", "some batches", 0, "leave it out for all")

@@ -117,19 +117,19 @@ def _print_results(name: str, table: Sequence[TableRow], option_names: Sequence[
     """Print a line for each point and decoder: the options that vary, and the most important figures."""
     from refusion_lit.reports.comparison import short_names
     from refusion_lit.reports.results import CONCURRENT, SHORT, SHORT_SECONDS
-    from refusion_lit.reports.tables import MISMATCH, print_figures
+    from refusion_lit.reports.tables import print_figures
 
     option_names = [option for option in option_names if option != "model.decoders"]  # the column of decoders shows it
     rows = []
     for row in table:
         text = with_class(row["decoder"], row["class"]) if row["decoder"] else row["status"]
-        texts = [*(shorten_value(row[option]) for option in option_names), f"{text}{' *' if row['mismatch'] else ''}"]
-        rows.append((texts, row, row.get("latency")))
+        texts = [*(shorten_value(row[option]) for option in option_names), text]
+        rows.append((texts, row, row.get("latency"), bool(row["mismatch"])))
     has_speeds = all(row.get("tokens_per_second") is not None for row in table if row["status"] == "finished")
-    notes = [f"* {MISMATCH}"] * any(row["mismatch"] for row in table)
+    notes = []
     if not any(row.get("latency") for row in table):
         is_short = any((row.get("seconds") or SHORT_SECONDS) < SHORT_SECONDS for row in table)
-        notes += [SHORT] * is_short if has_speeds else [CONCURRENT]
+        notes = [SHORT] * is_short if has_speeds else [CONCURRENT]
     print_figures(f"{name}: {len(rows)} rows", [*short_names(option_names).values(), "decoder"], rows, notes=notes)
 
 

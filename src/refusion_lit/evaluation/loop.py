@@ -39,7 +39,7 @@ from refusion_lit.reports.results import (
     without_speeds,
 )
 from refusion_lit.reports.runs import Run, parse_predictions
-from refusion_lit.reports.tables import decoder_table
+from refusion_lit.reports.tables import print_figures
 from refusion_lit.reports.write import report_results
 from refusion_lit.tasks.base import Task, score_response
 from refusion_lit.text_model import TextModel, check_plan
@@ -350,7 +350,10 @@ class Evaluation(L.Callback):
         assert state.file is not None
         snapshot = None
         if state.metrics is not None:
-            self._warn_of_missing_scores(lines)
+            if not self._has_warned and any(line["score"] is None for line in lines):
+                self._has_warned = True
+                name = type(self._task).__name__
+                sys.stderr.write(f"{name}: scores are missing (0 in tables) until `refusion-lit score` computes them\n")
             scores = [line["score"] or 0.0 for line in lines]
             state.metrics.update(output, scores, [line.get("metrics", {}) for line in lines])
             state.lines += lines
@@ -358,13 +361,6 @@ class Evaluation(L.Callback):
             state.call_shapes.merge(output.call_shapes)
             snapshot[_CALL_SHAPES] = state.call_shapes.lines()
         state.file.write(lines, snapshot)
-
-    def _warn_of_missing_scores(self, lines: list[dict[str, Any]]) -> None:
-        """Print once that some predictions have no score."""
-        if not self._has_warned and any(line["score"] is None for line in lines):
-            self._has_warned = True
-            name = type(self._task).__name__
-            sys.stderr.write(f"{name}: scores are missing (0 in tables) until `refusion-lit score` computes them.\n")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:  # noqa: ARG002
         """Close the predictions files."""
@@ -391,8 +387,6 @@ class Evaluation(L.Callback):
 
     def _report(self) -> None:
         """Print the decoders' table, and write ``results.json`` and the report."""
-        titles = {name: with_class(name, type(state.decoder).__name__) for name, state in self._running.items()}
-        marked = {titles[name] for name, reasons in self.mismatches.items() if reasons}
         results = {
             "sampling": asdict(self.sampling),
             **asdict(self.options),
@@ -409,16 +403,15 @@ class Evaluation(L.Callback):
         }
         if self.options.latency is not None and not ran_concurrently(results):
             results["latency_results"] = self._measure_latency(self.options.latency)
-        figures = {titles[name]: values for name, values in without_speeds(results)["results"].items()}
-        latency = {titles[name]: values for name, values in read_latency(results).items()}
-        decoder_table(
-            figures,
-            self._batch_size,
-            marked=marked,
-            metrics=self._task.metrics,
-            note=note_on_speeds(results),
-            latency=latency,
-        )
+        figures, latency = without_speeds(results)["results"], read_latency(results)
+        rows = []
+        for name, state in self._running.items():
+            title = with_class(name, type(state.decoder).__name__)
+            rows.append(([title], figures[name], latency.get(name), bool(self.mismatches[name])))
+        num_prompts = max(int(values["num_prompts"]) for values in figures.values())
+        title = f"{num_prompts} prompts, batch size {self._batch_size}"
+        notes = [note for note in [note_on_speeds(results)] if note]
+        print_figures(title, ["decoder"], rows, metrics=self._task.metrics, notes=notes)
         text = json.dumps(results, indent=2)
         write_atomically(self._directory / RESULTS, f"{text}\n")
         predictions = {name: parse_predictions(state.lines) for name, state in self._running.items()}

@@ -187,13 +187,11 @@ def _thin_out(curve: Curve) -> Curve:
 
 def describe_point(row: ComparisonRow, comparison: Comparison) -> str:
     """Describe a point in a line."""
-    options = ", ".join(f"{comparison.option_names[name]} {value}" for name, value in row.options.items())
-    name = f"{row.name} ({options})" if options else row.name
     score, tokens = row.score, row.tokens_per_forward
     ranges = (f" ({score.low:.1f} to {score.high:.1f})", f" ({tokens.low:.2f} to {tokens.high:.2f})")
     ranges = ranges if row.has_intervals else ("", "")
     figures = f"score {score.estimate:.1f} %{ranges[0]}, {tokens.estimate:.2f} tokens per forward{ranges[1]}"
-    return f"{name}: {figures}, {comparison.count_prompts(row)} prompts"
+    return f"{row.label}: {figures}, {comparison.count_prompts(row)} prompts"
 
 
 @contextmanager

@@ -30,7 +30,7 @@ _LAUNCH_SECONDS = 3.8e-6
 _LAUNCH_SOURCE = "launch: NVIDIA blog, Getting Started with CUDA Graphs (kernels of 2.9 us, launched without waiting)"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ModelSize:
     """Dimensions of a dense decoder-only model.
 
@@ -97,23 +97,15 @@ class Device:
     source: str
 
 
-def _model(*sizes: int, source: str) -> ModelSize:
-    layers, hidden, intermediate, heads, kv_heads, head_dim, vocab = sizes
-    return ModelSize(
-        num_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_heads=heads, num_kv_heads=kv_heads,
-        head_dim=head_dim, vocab_size=vocab, source=f"config.json of {source}",
-    )  # fmt: skip
-
-
 # Layers, hidden size, intermediate size, query heads, key and value heads, head dimension, vocabulary.
 MODELS: dict[str, ModelSize] = {
-    "SmolLM2-135M": _model(30, 576, 1536, 9, 3, 64, 49152, source="HuggingFaceTB/SmolLM2-135M"),
-    "Qwen3-0.6B": _model(28, 1024, 3072, 16, 8, 128, 151936, source="Qwen/Qwen3-0.6B"),
-    "Qwen3-1.7B": _model(28, 2048, 6144, 16, 8, 128, 151936, source="Qwen/Qwen3-1.7B"),
-    "Qwen3-4B": _model(36, 2560, 9728, 32, 8, 128, 151936, source="Qwen/Qwen3-4B"),
-    "Qwen3-8B": _model(36, 4096, 12288, 32, 8, 128, 151936, source="Qwen/Qwen3-8B"),
-    "LLaDA-8B": _model(32, 4096, 12288, 32, 32, 128, 126464, source="GSAI-ML/LLaDA-8B-Instruct"),
-    "Dream-7B": _model(28, 3584, 18944, 28, 4, 128, 152064, source="Dream-org/Dream-v0-Instruct-7B"),
+    "SmolLM2-135M": ModelSize(30, 576, 1536, 9, 3, 64, 49152, "config.json of HuggingFaceTB/SmolLM2-135M"),
+    "Qwen3-0.6B": ModelSize(28, 1024, 3072, 16, 8, 128, 151936, "config.json of Qwen/Qwen3-0.6B"),
+    "Qwen3-1.7B": ModelSize(28, 2048, 6144, 16, 8, 128, 151936, "config.json of Qwen/Qwen3-1.7B"),
+    "Qwen3-4B": ModelSize(36, 2560, 9728, 32, 8, 128, 151936, "config.json of Qwen/Qwen3-4B"),
+    "Qwen3-8B": ModelSize(36, 4096, 12288, 32, 8, 128, 151936, "config.json of Qwen/Qwen3-8B"),
+    "LLaDA-8B": ModelSize(32, 4096, 12288, 32, 32, 128, 126464, "config.json of GSAI-ML/LLaDA-8B-Instruct"),
+    "Dream-7B": ModelSize(28, 3584, 18944, 28, 4, 128, 152064, "config.json of Dream-org/Dream-v0-Instruct-7B"),
 }
 DEVICES: dict[str, Device] = {
     "A100": Device(

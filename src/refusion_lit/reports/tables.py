@@ -6,7 +6,7 @@ import csv
 import io
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -42,38 +42,10 @@ Latency = Mapping[str, Mapping[str, Any]]
 """A decoder's speeds measured in turns, by batch size."""
 
 
-def decoder_table(
-    results: Mapping[str, Mapping[str, Any]],
-    batch_size: int,
-    *,
-    marked: Set[str] = frozenset(),
-    metrics: Sequence[str] = (),
-    note: str | None = None,
-    latency: Mapping[str, Latency] | None = None,
-) -> None:
-    """Print a test's figures, a decoder per line.
-
-    Args:
-        results: Figures by decoder; see :class:`~refusion_lit.metrics.DecodingMetrics`.
-        batch_size: Maximum number of prompts per model call.
-        marked: Decoders that the model was not trained for.
-        metrics: The task's further metrics.
-        note: A line below the table.
-        latency: Speeds measured in turns, by decoder and batch size; they replace the speed of the test.
-    """
-    num_prompts = max((int(figures["num_prompts"]) for figures in results.values()), default=0)
-    rows = [
-        ([f"{name} *" if name in marked else name], figures, (latency or {}).get(name))
-        for name, figures in results.items()
-    ]
-    notes = [*[f"* {MISMATCH}"] * bool(marked), *([note] if note else [])]
-    print_figures(f"{num_prompts} prompts, batch size {batch_size}", ["decoder"], rows, metrics=metrics, notes=notes)
-
-
 def print_figures(
     title: str,
     head: Sequence[str],
-    rows: Sequence[tuple[Sequence[str], Mapping[str, Any], Latency | None]],
+    rows: Sequence[tuple[Sequence[str], Mapping[str, Any], Latency | None, bool]],
     *,
     metrics: Sequence[str] = (),
     notes: Sequence[str] = (),
@@ -83,22 +55,25 @@ def print_figures(
     Args:
         title: Line above the table.
         head: Names of the columns with texts; the last of them is the decoder.
-        rows: The texts of a row, its figures, and its speeds measured in turns, which replace the speed of the test.
+        rows: The texts of a row, its figures (see :class:`~refusion_lit.metrics.DecodingMetrics`), its speeds measured
+            in turns, which replace the speed of the test, and whether the model was not trained for the decoder.
         metrics: The task's further metrics.
         notes: Lines below the table.
     """
-    sizes = latency_sizes(latency for _, _, latency in rows)
+    notes = [*[f"* {MISMATCH}"] * any(is_marked for *_, is_marked in rows), *notes]
+    sizes = latency_sizes(latency for _, _, latency, _ in rows)
     columns = with_metrics(PRINTED, metrics)
     if sizes:
         columns = [column for column in columns if column[0] not in ("tokens_per_second", "calls_per_batch")]
-    speeds = latency_note((texts[-1], latency) for texts, _, latency in rows)
+    speeds = latency_note((texts[-1], latency) for texts, _, latency, _ in rows)
     table = Table(title=title, caption="\n".join([*notes, *speeds]) or None)
     for name in head:
         table.add_column(name, overflow="fold")
     for name in (*(column_title for _, column_title, _ in columns), *latency_head(sizes)):
         table.add_column(name, justify="right", overflow="fold")
-    for texts, figures, latency in rows:
-        table.add_row(*map(Text, [*texts, *cells(figures, columns), *latency_texts(latency, sizes)]))
+    for (*texts, decoder), figures, latency, is_marked in rows:
+        name = f"{decoder} *" if is_marked else decoder
+        table.add_row(*map(Text, [*texts, name, *cells(figures, columns), *latency_texts(latency, sizes)]))
     Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES).print(table)
 
 
