@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from refusion_lit.cli.messages import print_warning
 from refusion_lit.cli.parser import OneLineParser
@@ -28,8 +28,6 @@ def build_parser() -> OneLineParser:
     parser.add_argument("predictions", type=str, help="JSON lines that test, predict or generate wrote")
     task = "class of the task, or a YAML file, with the options that the predictions were made with"
     parser.add_argument("--task", type=Task, required=True, sub_configs=True, help=task)
-    split = "split of the task that the predictions answer"
-    parser.add_argument("--split", type=Literal["train", "validation", "test"], default="test", help=split)
     output = "where to write the predictions with their new scores; NAME.scored.jsonl beside the input by default"
     parser.add_argument("--output", type=str | None, default=None, help=output)
     parser.add_argument("--overwrite", action="store_true", help="replace --output even if it holds something else")
@@ -56,7 +54,7 @@ def run(args: list[str]) -> int:
     if isinstance(task, CodeTask):
         task = replace(task, allow_code_execution=options.allow_code_execution or task.allow_code_execution)
         _ = task.sandbox.applied  # refuses to run code, or weak isolation, before anything else
-    examples = {example.id: example for example in load_examples(task, options.split)}
+    examples = {example.id: example for example in load_examples(task, "test")}
     lines = read_json_lines(source, "predictions", texts=("id", "response"))
     require(bool(lines), "predictions", "at least one prediction", f"an empty file {source}", "give another file")
     _check(lines, examples, source)
@@ -85,11 +83,9 @@ def _check(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source
     config = source.parent / CONFIG
     hint = f"; data.task in {config} has them" if config.is_file() else ""
     unknown = [line["id"] for line in lines if line["id"] not in examples]
-    if unknown:
-        raise ValueError(
-            f"predictions: {len(unknown)} of {len(lines)} ids in {source} are not in the task's split, the first is "
-            f"{unknown[0]!r}; give --task and --split as they were when the predictions were made{hint}."
-        )
+    got = f"{len(unknown)} of {len(lines)} ids that are not, such as {unknown[:1]}"
+    fix = f"give --task as it was when the predictions were made{hint}"
+    require(not unknown, "predictions", f"ids of the task's test split in {source}", got, fix)
     (identity, count), *_ = Counter(line["id"] for line in lines).most_common(1)
     got = f"{identity} {count} times in {source}"
     require(count == 1, "predictions", "different ids", got, "keep one line per id")
@@ -99,8 +95,8 @@ def _check(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source
         if got is not None and got != expected:
             raise ValueError(
                 f"predictions: {source} was made for something else: the prompt of {line['id']!r} was "
-                f"{got!r:.80}, is {expected!r:.80} in the task; give --task and --split with the options "
-                f"that the predictions were made with{hint}."
+                f"{got!r:.80}, is {expected!r:.80} in the task; give --task with the options that the predictions "
+                f"were made with{hint}."
             )
     if any(line.get("prompt") is None for line in lines):
         print_warning(f"{source} has lines without a prompt, which are matched by their ids alone")
