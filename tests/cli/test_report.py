@@ -43,12 +43,12 @@ def test_a_test_ends_with_a_report_that_can_be_made_again(
     figures = results["results"]["refusion"]
     assert sum(count[3] for count in counts if count[1]) == figures["num_calls"]
     assert sum(count[1] * count[3] for count in counts) == figures["num_positions"]
-    assert main(["report", str(run), "--project=Qwen3-8B@H100,llada-8b@cpu"]) == 0
+    assert main(["report", str(run), "--project=Qwen3-8B@H100,llada-8b@h200"]) == 0
     written = capsys.readouterr().out
     table = (run / "report" / "projection.md").read_text()
     assert table in written
     assert "## Qwen3-8B@H100" in table
-    assert "## LLaDA-8B@cpu" in table
+    assert "## LLaDA-8B@H200" in table
     notes = tmp_path / "table.md"
     notes.write_text("notes")
     assert main(["report", str(run), "--format=all", f"--output={tmp_path}"]) == 2
