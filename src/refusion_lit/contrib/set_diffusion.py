@@ -6,6 +6,7 @@ response at random, roughly from left to right, and predicts every token from a 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.engine.branches import list_uncached
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability, required_mask_id
@@ -70,9 +71,8 @@ class SetDiffusion(Decoder):
         read = readings[-len(active) :]
         state.num_cached = state.prompt_length + state.prompt.num_given + state.num_committed
         probabilities = [reading.probabilities[0] for reading in read]
-        threshold = 2.0 if self.threshold is None else self.threshold
-        above = [i for i, probability in enumerate(probabilities) if probability >= threshold]
-        chosen = sorted({*above, *most_certain(probabilities, self.quota)})
+        threshold = math.inf if self.threshold is None else self.threshold
+        chosen = above_or_best(probabilities, threshold, self.quota, is_inclusive=True)
         state.commit([active[i] for i in chosen], [read[i].tokens[0] for i in chosen])
 
     def _branches(self, state: RowState, active: list[int]) -> tuple[Branch, ...]:

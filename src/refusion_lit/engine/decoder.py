@@ -297,7 +297,12 @@ def most_certain(confidences: Sequence[float], count: int | None = None) -> list
     return sorted(range(len(confidences)), key=lambda i: (-confidences[i], i))[:count]
 
 
-def above_or_best(confidences: Sequence[float], threshold: float, quota: int = 1) -> list[int]:
-    """Return, in ascending order, where confidences exceed a threshold; at least the ``quota`` highest."""
-    above = [i for i, confidence in enumerate(confidences) if confidence > threshold]
+def above_or_best(
+    confidences: Sequence[float], threshold: float, quota: int = 1, *, is_inclusive: bool = False
+) -> list[int]:
+    """Return, in ascending order, where confidences exceed a threshold; at least the ``quota`` highest.
+
+    With ``is_inclusive``, a confidence that equals the threshold counts, too.
+    """
+    above = [i for i, value in enumerate(confidences) if value > threshold or (is_inclusive and value == threshold)]
     return above if len(above) >= quota else sorted(most_certain(confidences, quota))

@@ -51,6 +51,9 @@ def _check_layers(values: Mapping[str, Any]) -> None:
         require(fits, "backbone.source: first_k_dense_replace", expected, num_dense, "fetch config.json again")
 
 
+_UNUSED = {"embedding_dropout": 0.0, "output_dropout": 0.0, "sliding_window": 4096, "use_cache": True}
+"""Options of the authors' classes without a counterpart in Glm4Moe, and the values that exports write."""
+
 _OPTIONS: dict[str, Any] = {
     "base": "glm4_moe",
     "config_names": {
@@ -62,23 +65,16 @@ _OPTIONS: dict[str, Any] = {
         "moe_router_enable_expert_bias": (True,),
         "norm_head": (False,),
         "norm_softmax": (False,),
-        "num_nextn_predict_layers": (0, None),
+        "num_nextn_predict_layers": (None, 0),
         "router_dtype": ("fp32", None),
         "score_function": ("sigmoid",),
         "use_bias": (False,),
         "use_qk_norm": (True,),
         "use_rmsnorm": (True,),
         "use_sliding_window": (False, None),
-        "using_split_qkv_in_self_attention": (False,),
+        "using_split_qkv_in_self_attention": (None, False),
     },
-    "dropped": (
-        "embedding_dropout",
-        "max_window_layers",
-        "output_dropout",
-        "rotary_dim",
-        "sliding_window",
-        "use_cache",
-    ),
+    "dropped": ("max_window_layers", "rotary_dim", *_UNUSED),
     "weight_names": (
         ("model.embed_tokens", "model.word_embeddings"),
         (f"{_LAYER}.self_attn.q_proj", _FUSED),
@@ -114,22 +110,7 @@ def _layout(repository: str, algorithm: str) -> ExportLayout:
             "topk_group",
         ),
         omitted=("bos_token_id",),
-        constants={
-            "embedding_dropout": 0.0,
-            "moe_router_enable_expert_bias": True,
-            "norm_head": False,
-            "norm_softmax": False,
-            "output_dropout": 0.0,
-            "output_router_logits": False,
-            "router_dtype": "fp32",
-            "score_function": "sigmoid",
-            "sliding_window": 4096,
-            "use_bias": False,
-            "use_cache": True,
-            "use_qk_norm": True,
-            "use_rmsnorm": True,
-            "use_sliding_window": False,
-        },
+        constants={**_UNUSED, "output_router_logits": False},
         supported={"use_qk_norm": (True,), "num_nextn_predict_layers": (0, None)},
         decoder_names={
             "block_size": "block_length",

@@ -6,6 +6,7 @@ the published checkpoints: a Ministral 3 under other names. ``Autoregressive`` i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -15,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from refusion_lit.engine.branches import masked_in, text_between, text_branch, up_to_eos
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, max_length, most_certain
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best, max_length
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
@@ -135,12 +136,6 @@ def _block_branch(state: RowState, block: Sequence[int], mask_offsets: Sequence[
     )
 
 
-def _sure_or_best(probabilities: Sequence[float], threshold: float | None) -> list[int]:
-    """Return the indices of all probabilities of at least ``threshold``, or else the index of the highest."""
-    sure = [] if threshold is None else [i for i, value in enumerate(probabilities) if value >= threshold]
-    return sure or most_certain(probabilities, 1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class CausalBlockDiffusion(_BlockOfMasks):
     """Fills blocks of masks after causal text; the text predicts the first token of the next block.
@@ -196,7 +191,8 @@ class CausalBlockDiffusion(_BlockOfMasks):
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
         branch = _block_branch(state, block, mask_offsets)
         [reading] = yield Forward(phase="denoise", branches=(branch,), draw=draw)
-        chosen = _sure_or_best(reading.probabilities, self.threshold)
+        threshold = math.inf if self.threshold is None else self.threshold
+        chosen = above_or_best(reading.probabilities, threshold, is_inclusive=True)
         state.commit([place + mask_offsets[i] for i in chosen], [reading.tokens[i] for i in chosen])
 
     def _begin_block(self, state: RowState, place: int) -> Steps[None]:
@@ -262,7 +258,7 @@ class LinearSpeculation(_BlockOfMasks):
             [reading] = yield Forward(phase="draft", branches=(branch,), draw=draw)
             indices = range(len(mask_offsets))
             confidences = reading.statistic or reading.probabilities
-            chosen = _sure_or_best(confidences, self.threshold) if needs_confidence else indices
+            chosen = above_or_best(confidences, self.threshold, is_inclusive=True) if needs_confidence else indices
             for i in chosen:
                 block[mask_offsets[i]] = reading.tokens[i]
             mask_offsets = [mask_offsets[i] for i in indices if i not in chosen]

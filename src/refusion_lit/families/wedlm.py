@@ -17,14 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.engine.branches import text_between
-from refusion_lit.engine.decoder import (
-    Decoder,
-    ModelRequirements,
-    RowState,
-    above_or_best,
-    max_length,
-    most_certain,
-)
+from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best, max_length
 from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Steps
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
@@ -207,8 +200,7 @@ class WeDLM(Decoder):
             negated = [-(entropy + more) for entropy, more in zip(reading.statistic, penalties, strict=True)]
             return above_or_best(negated, threshold)
         threshold = math.inf if self.confidence_threshold is None else self.confidence_threshold
-        certain = [i for i, probability in enumerate(reading.probabilities) if probability >= threshold]
-        return certain or most_certain(reading.probabilities, 1)
+        return above_or_best(reading.probabilities, threshold, is_inclusive=True)
 
     def _branch(self, state: RowState, window: Sequence[int], num_masks: int) -> Branch:
         """Return the prompt's uncached tokens and the window's places, which end with the masks."""

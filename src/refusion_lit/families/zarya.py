@@ -52,10 +52,7 @@ register(
             },
             architecture="Zarya",
             options=("attention_bias", "head_dim", "mask_token_id", "pad_token_id", "torch_dtype"),
-            constants={
-                "backbone_class": "Qwen3ForCausalLM", "diffusion_attn_mode": "causal", "diffusion_shuffle": True,
-                "sequential_attn_mode": "causal", "sequential_shuffle": True,
-            },
+            constants={"diffusion_shuffle": True, "sequential_shuffle": True},
             decoder_names={
                 "slot_size": "slot_size",
                 "num_serial_blocks": "serial_num_blocks",

@@ -317,7 +317,7 @@ def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssist
     if config.hidden_size != size:
         raise _refusal(folder, f"a drafter of hidden size {size} for {name}", f"hidden size {config.hidden_size}", fix)
     layers = config.target_layer_ids
-    if not layers or not all(0 <= layer < num_layers for layer in layers):
+    if not all(0 <= layer < num_layers for layer in layers):
         expected = f"a drafter that reads layers 0 to {num_layers - 1} of {name}"
         raise _refusal(folder, expected, f"target_layer_ids {layers}", fix)
     if not 0 <= config.mask_token_id < num_ids:

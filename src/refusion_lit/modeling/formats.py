@@ -52,7 +52,7 @@ class ExportLayout:
         architecture: Name in ``architectures``; ``None`` if it is not known.
         options: Options to write, by transformers' names, beside ``COMMON_OPTIONS``.
         omitted: Options of ``COMMON_OPTIONS`` that the family's config does not have.
-        constants: Further options with values that are always the same.
+        constants: Options with values that are always the same, beside the format's ``required`` options.
         supported: Transformers' options with the values that the family's classes compute.
         absent_weights: Ends of names of transformers' weights that the family's classes do not have.
         bases: Architectures of transformers that the family has, where there is more than ``base``.
@@ -104,6 +104,7 @@ class CheckpointFormat:
         base: Architecture of transformers that computes the same function.
         config_names: Names of options by transformers' names, where they differ.
         required: Options with the values that transformers' architecture supports; checked if the config has them.
+            Exports write the first value, unless it is ``None``.
         dropped: Further options of the family's classes that transformers' config must not get.
         weight_names: Pairs of weight name prefixes, transformers' and the family's; ``{}`` is a layer's number. Empty
             if all names are equal. Several weights of transformers with one published name are rows of that tensor, in

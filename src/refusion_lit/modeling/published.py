@@ -143,7 +143,8 @@ def published_config(backbone: Backbone, published: CheckpointFormat, layout: Ex
         values["architectures"] = [layout.architecture]
     if layout.repository is not None:
         values["auto_map"] = {name: f"{layout.repository}--{path}" for name, path in layout.classes.items()}
-    return {**layout.constants, **values}
+    fixed = {name: allowed[0] for name, allowed in published.required.items() if allowed[0] is not None}
+    return {**fixed, **layout.constants, **values}
 
 
 def _read_option(backbone: Backbone, name: str) -> Any:  # noqa: ANN401 - any JSON value

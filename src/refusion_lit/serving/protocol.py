@@ -134,18 +134,23 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """How long a model is to think; ``none``: not at all."""
 
 
-class BaseRequest(_Labels):
-    """Fields of both endpoints; for ``None``, the server's options apply."""
+class _AnyRequest(_Labels):
+    """Fields of all endpoints; for ``None``, the server's options apply."""
 
     model: str
-    max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: _TopK = None
     seed: int | None = None
+    stream: bool = False
+
+
+class BaseRequest(_AnyRequest):
+    """Fields of chats and completions."""
+
+    max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
     stop: _Texts | None = Field(None, max_length=16)
     n: int = Field(default=1, ge=1, le=16)
-    stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat(type="text")
 
@@ -481,21 +486,15 @@ _Include = Literal[
 """What a response includes on request. All but the first have no effect, as responses have no such items."""
 
 
-class ResponsesRequest(_Labels):
+class ResponsesRequest(_AnyRequest):
     """Body of ``/v1/responses``. Responses are not stored, so the input is the whole conversation."""
 
-    model: str
     input: Annotated[
         list[InputItem],
         BeforeValidator(lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value),
     ] = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=100)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: _TopK = None
-    seed: int | None = None
-    stream: bool = False
     tools: list[ResponseTool] = Field(default=[], max_length=128)
     tool_choice: Annotated[
         ResponseToolChoice, BeforeValidator(lambda value: {"type": value} if isinstance(value, str) else value)
@@ -520,9 +519,7 @@ class ResponsesRequest(_Labels):
         has_logprobs = _LOGPROBS in self.include
         is_allowed = has_logprobs or not self.top_logprobs
         require(is_allowed, "top_logprobs", "0 without log-probabilities", self.top_logprobs, f"include {_LOGPROBS}")
-        sampling = self.model_dump(
-            include={"model", "temperature", "top_p", "top_k", "seed", "chat_template_kwargs", "parallel_tool_calls"}
-        )
+        shared = self.model_dump(include={*_AnyRequest.model_fields, "chat_template_kwargs", "parallel_tool_calls"})
         choice: dict[str, Any] = {"type": self.tool_choice.type}
         if self.tool_choice.name is not None:
             choice["function"] = {"name": self.tool_choice.name}
@@ -532,9 +529,8 @@ class ResponsesRequest(_Labels):
         try:
             return ChatRequest.model_validate(
                 {
-                    **sampling,
+                    **shared,
                     "max_tokens": self.max_output_tokens,
-                    "stream": self.stream,
                     "tools": [tool.to_tool() for tool in self.tools],
                     "tool_choice": choice,
                     "response_format": form,
@@ -573,6 +569,10 @@ class ResponsesRequest(_Labels):
 
 def _join(parts: Sequence[ResponseText] | None) -> str:
     return "".join(part.text for part in parts or ())
+
+
+_KINDS: dict[type, str] = {str: "message", ThoughtPiece: "reasoning", CallPiece: "function_call"}
+"""Types of a response's items, by the class of their pieces."""
 
 
 class ResponseBuilder:
@@ -630,35 +630,27 @@ class ResponseBuilder:
 
     def add(self, piece: Piece) -> list[dict[str, Any]]:
         """Add a piece of text, of thoughts or of a call; return the events."""
-        if isinstance(piece, ThoughtPiece):
-            return self._add_thoughts(piece)
-        events: list[dict[str, Any]] = []
-        kind = "message" if isinstance(piece, str) else "function_call"
-        is_new = self._item is None or self._item["type"] != kind or (not isinstance(piece, str) and piece.name)
-        if is_new:
-            events += [*self._close(), *self._open(piece)]
+        logprobs: list[dict[str, Any]] = []
+        if not isinstance(piece, CallPiece):
+            self._num_bytes += len((piece if isinstance(piece, str) else piece.source).encode())
+            logprobs = self._take_logprobs(self._num_bytes)
+        if isinstance(piece, ThoughtPiece) and not piece.text:
+            return []
+        kind = _KINDS[type(piece)]
+        is_new = self._item is None or self._item["type"] != kind or (isinstance(piece, CallPiece) and piece.name)
+        events = [*self._close(), *self._open(piece)] if is_new else []
         assert self._item is not None
         if isinstance(piece, str):
-            self._num_bytes += len(piece.encode())
-            events.append(self._add_text(piece, self._take_logprobs(self._num_bytes)))
+            events.append(self._add_text(piece, logprobs))
+        elif isinstance(piece, ThoughtPiece):  # whose tokens have no log-probabilities
+            self._item["content"][0]["text"] += piece.text
+            events.append(self._item_event("reasoning_text.delta", content_index=0, delta=piece.text))
         else:
             self._logprobs.clear()
             self._item["arguments"] += piece.arguments
             if piece.arguments:
                 events.append(self._item_event("function_call_arguments.delta", delta=piece.arguments))
         return events
-
-    def _add_thoughts(self, piece: ThoughtPiece) -> list[dict[str, Any]]:
-        """Add a part of the thoughts, whose tokens have no log-probabilities."""
-        self._num_bytes += len(piece.source.encode())
-        self._take_logprobs(self._num_bytes)
-        if not piece.text:
-            return []
-        is_new = self._item is None or self._item["type"] != "reasoning"
-        events = [*self._close(), *self._open(piece)] if is_new else []
-        assert self._item is not None
-        self._item["content"][0]["text"] += piece.text
-        return [*events, self._item_event("reasoning_text.delta", content_index=0, delta=piece.text)]
 
     def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         assert self._item is not None
@@ -698,21 +690,21 @@ class ResponseBuilder:
 
     def _open(self, piece: Piece) -> list[dict[str, Any]]:
         """Begin an item with its first piece."""
+        fields: dict[str, Any]
+        part: dict[str, Any] | None = None
         if isinstance(piece, str):
-            self._item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "status": "in_progress",
-                          "role": "assistant", "content": []}  # fmt: skip
+            prefix, fields = "msg", {"role": "assistant", "content": []}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         elif isinstance(piece, ThoughtPiece):
-            self._item = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "status": "in_progress",
-                          "summary": [], "content": []}  # fmt: skip
+            prefix, fields = "rs", {"summary": [], "content": []}
+            part = {"type": "reasoning_text", "text": ""}
         else:
-            self._item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "in_progress",
-                          "call_id": new_call_id(), "name": piece.name, "arguments": ""}  # fmt: skip
+            prefix, fields = "fc", {"call_id": new_call_id(), "name": piece.name, "arguments": ""}
+        head = {"id": f"{prefix}_{secrets.token_hex(12)}", "type": _KINDS[type(piece)], "status": "in_progress"}
+        self._item = head | fields
         self.response["output"].append(self._item)
         events = [self._item_event("output_item.added", item=copy.deepcopy(self._item))]
-        if not isinstance(piece, CallPiece):
-            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
-            if isinstance(piece, str):
-                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        if part is not None:
             self._item["content"].append(part)
             events.append(self._item_event("content_part.added", content_index=0, part=copy.deepcopy(part)))
         return events
@@ -722,14 +714,10 @@ class ResponseBuilder:
         if self._item is None:
             return []
         self._item["status"] = status
-        if self._item["type"] == "message":
+        if self._item["type"] != "function_call":
             [part] = self._item["content"]
-            done = {"text": part["text"], "logprobs": part["logprobs"]}
-            events = [self._item_event("output_text.done", content_index=0, **done),
-                      self._item_event("content_part.done", content_index=0, part=part)]  # fmt: skip
-        elif self._item["type"] == "reasoning":
-            [part] = self._item["content"]
-            events = [self._item_event("reasoning_text.done", content_index=0, text=part["text"]),
+            done = {name: part[name] for name in ("text", "logprobs") if name in part}
+            events = [self._item_event(f"{part['type']}.done", content_index=0, **done),
                       self._item_event("content_part.done", content_index=0, part=part)]  # fmt: skip
         else:
             done = {"name": self._item["name"], "arguments": self._item["arguments"]}
@@ -757,13 +745,12 @@ LogprobEntries = Sequence[tuple[int, TokenLogprob | None]]
 """Tokens with their log-probabilities; ``None`` for tokens that a schema gives."""
 
 
-def chat_logprobs(entries: LogprobEntries, model: TextModel, start: int = 0) -> dict[str, Any]:  # noqa: ARG001
+def chat_logprobs(entries: LogprobEntries, model: TextModel) -> dict[str, Any]:
     """Return log-probabilities in the form of OpenAI's chats; ``forward`` is the forward pass that gave them.
 
     Args:
         entries: The tokens. The token that ends the response has no text and is left out.
         model: Gives the tokens' text.
-        start: Not used in this form.
     """
 
     def describe(token: int, logprob: float | None) -> dict[str, Any]:
@@ -784,7 +771,7 @@ def chat_logprobs(entries: LogprobEntries, model: TextModel, start: int = 0) -> 
     }
 
 
-def completion_logprobs(entries: LogprobEntries, model: TextModel, start: int = 0) -> dict[str, Any]:
+def completion_logprobs(entries: LogprobEntries, model: TextModel, start: int) -> dict[str, Any]:
     """Return log-probabilities in the form of OpenAI's completions; ``forwards`` are the passes that gave them.
 
     Args:

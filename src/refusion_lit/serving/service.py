@@ -175,8 +175,10 @@ class ServedRequest:
         content = {"delta" if self.body.stream else "message": message} if self.body.is_chat else {"text": text}
         logprobs = None
         if job.num_top_logprobs is not None:
-            describe = chat_logprobs if self.body.is_chat else completion_logprobs
-            logprobs = describe(entries, model, job.num_characters)
+            if self.body.is_chat:
+                logprobs = chat_logprobs(entries, model)
+            else:
+                logprobs = completion_logprobs(entries, model, job.num_characters)
             job.num_characters += sum(len(model.token_text(token)) for token, _ in entries)
         return {"index": self.jobs.index(job), **content, "logprobs": logprobs, "finish_reason": reason}
 

@@ -27,7 +27,6 @@ from refusion_lit.engine.sequence import PromptSequence
 from refusion_lit.engine.stopping import TextStream, cut_at_stop
 from refusion_lit.modeling.devices import is_out_of_memory
 from refusion_lit.modeling.interface import LanguageModel
-from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.serving import Limits
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
@@ -99,8 +98,8 @@ class Job:
         return new
 
 
-class CheckedModel(LanguageModel):
-    """A model that raises an error instead of returning logits with NaN.
+class CheckedModel:
+    """A model that raises an error instead of returning logits with NaN; all else is the model's.
 
     Args:
         model: The model to check.
@@ -108,40 +107,11 @@ class CheckedModel(LanguageModel):
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
-        self.traits = model.traits
-        self.special_tokens = model.special_tokens
-        self.max_positions = model.max_positions
-        self.learns_positions = model.learns_positions
-        self.window = model.window
-        self.image_token_ids = model.image_token_ids
 
-    @property
-    def device(self) -> torch.device:
-        """The weights' device."""
-        return self._model.device
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of the model
+        return getattr(self._model, name)
 
-    @property
-    def forward_cost(self) -> float:
-        """The model's cost of a forward pass."""
-        return self._model.forward_cost
-
-    def runner(self) -> Callable[..., Tensor]:
-        """Return the model's body."""
-        return self._model.runner()
-
-    def canvas_runner(self) -> Callable[..., Tensor]:
-        """Return the model's body for canvases."""
-        return self._model.canvas_runner()
-
-    def soft_embeddings(self, probabilities: Tensor) -> Tensor | None:
-        """Return the model's soft embeddings."""
-        return self._model.soft_embeddings(probabilities)
-
-    def draft_runner(self) -> Callable[..., Tensor] | None:
-        """Return the model drafter's forward."""
-        return self._model.draft_runner()
-
-    def head_runner(self) -> Callable[..., Tensor]:
+    def head_runner(self) -> Callable[[Tensor], Tensor]:
         """Return the model's head with a check of the logits.
 
         Raises:
@@ -156,10 +126,6 @@ class CheckedModel(LanguageModel):
             return logits
 
         return checked_head
-
-    def make_cache(self, num_rows: int) -> KVCache:
-        """Return the model's cache."""
-        return self._model.make_cache(num_rows)
 
 
 class Worker:
@@ -196,7 +162,7 @@ class Worker:
         self.is_ready = False
         self.is_draining = False
         self.failure: Exception | None = None
-        self.checked_model = CheckedModel(model.model_for(decoder))
+        self.checked_model: Any = CheckedModel(model.model_for(decoder))
         self._changed = threading.Condition()
         self.waiting: deque[Job] = deque()
         self.active: dict[int, Job] = {}

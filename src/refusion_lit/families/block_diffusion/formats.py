@@ -128,10 +128,7 @@ register(
         model_type="sdar_moe",
         base="qwen3_moe",
         required={"use_sliding_window": (False, None)},
-        dropped=(
-            "debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint", "sliding_window", "use_cache",
-            "use_deepep",
-        ),
+        dropped=tuple(_SDAR_MOE_LAYOUT.constants),
         layout=_SDAR_MOE_LAYOUT,
     )
-)  # fmt: skip
+)

@@ -15,12 +15,13 @@ from refusion_lit.modeling.formats import CheckpointFormat, ExportLayout, Servin
 _BLOCK = "model.transformer.blocks.{}"
 _LAYER = "model.layers.{}"
 
-_DROPPED = (
-    "alibi_bias_max", "attention_layer_norm_with_affine", "bias_for_layer_norm", "block_group_size",
-    "embedding_dropout", "flash_attention", "init_cutoff_factor", "init_device", "init_fn", "precision",
-    "residual_dropout", "rope_full_precision", "use_cache",
-)  # fmt: skip
-"""Options of LLaDA's classes without a counterpart in Llama."""
+_UNUSED = {
+    "alibi_bias_max": 8.0, "attention_layer_norm_with_affine": True, "bias_for_layer_norm": False,
+    "block_group_size": 1, "embedding_dropout": 0.0, "flash_attention": False, "init_cutoff_factor": None,
+    "init_device": "meta", "init_fn": "mitchell", "precision": "amp_bf16", "residual_dropout": 0.0,
+    "rope_full_precision": True, "use_cache": False,
+}  # fmt: skip
+"""Options of LLaDA's classes without a counterpart in Llama, and the values that exports write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ register(
             "rope": (True,),
             "scale_logits": (False,),
         },
-        dropped=_DROPPED,
+        dropped=tuple(_UNUSED),
         weight_names=(
             ("model.embed_tokens", "model.transformer.wte"),
             ("model.norm", "model.transformer.ln_f"),
@@ -97,34 +98,7 @@ register(
             architecture="LLaDAModelLM",
             options=("embedding_size", "mask_token_id", "pad_token_id"),
             omitted=("bos_token_id", "hidden_act", "rope_scaling"),
-            constants={
-                "activation_type": "silu",
-                "alibi": False,
-                "alibi_bias_max": 8.0,
-                "attention_layer_norm": False,
-                "attention_layer_norm_with_affine": True,
-                "bias_for_layer_norm": False,
-                "block_group_size": 1,
-                "block_type": "llama",
-                "embedding_dropout": 0.0,
-                "flash_attention": False,
-                "include_bias": False,
-                "include_qkv_bias": False,
-                "init_cutoff_factor": None,
-                "init_device": "meta",
-                "init_fn": "mitchell",
-                "input_emb_norm": False,
-                "layer_norm_type": "rms",
-                "layer_norm_with_affine": True,
-                "mlp_ratio": 4,
-                "multi_query_attention": None,
-                "precision": "amp_bf16",
-                "residual_dropout": 0.0,
-                "rope": True,
-                "rope_full_precision": True,
-                "scale_logits": False,
-                "use_cache": False,
-            },
+            constants={**_UNUSED, "mlp_ratio": 4, "multi_query_attention": None},
             supported={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
             decoder_names={
                 "block_length": "block_length",
