@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from refusion_lit.engine.decoder import RowState
 from refusion_lit.engine.requests import Branch
@@ -41,6 +42,18 @@ class Acceptance:
         self.num_accepted = decay * (self.num_accepted + num_accepted)
 
 
+def branch_after(start: int, tokens: Sequence[int], **options: Any) -> Branch:  # noqa: ANN401 - fields of Branch
+    """Return a branch of tokens at the positions from ``start`` on, which see all cache entries before ``start``.
+
+    Args:
+        start: Number of tokens in the cache, in text order.
+        tokens: The tokens.
+        options: Further fields of :class:`~refusion_lit.engine.requests.Branch`.
+    """
+    positions = range(start, start + len(tokens))
+    return Branch(tokens=tokens, positions=positions, visible=((0, start),), write_at=start, **options)
+
+
 def text_branch(
     state: RowState, start: int, stop: int, predicted: Sequence[int], *, order: Sequence[int] | None = None,
     shift: int = 0,
@@ -55,15 +68,8 @@ def text_branch(
         order: As in :class:`~refusion_lit.engine.requests.Branch`.
         shift: Predicted position minus the logits' position.
     """
-    return Branch(
-        tokens=text_between(state, start, stop),
-        positions=range(start, stop),
-        order=order,
-        visible=((0, start),),
-        write_at=start,
-        shift=shift,
-        draft_at=[position - shift - start for position in predicted],
-    )
+    offsets = [position - shift - start for position in predicted]
+    return branch_after(start, text_between(state, start, stop), order=order, shift=shift, draft_at=offsets)
 
 
 def text_between(state: RowState, start: int, stop: int) -> list[int]:

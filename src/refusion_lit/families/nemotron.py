@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from refusion_lit.engine.branches import masked_in, text_between, text_branch, up_to_eos
+from refusion_lit.engine.branches import branch_after, masked_in, text_between, text_branch, up_to_eos
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best, max_length
-from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
+from refusion_lit.engine.requests import Draw, Forward, Steps
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
@@ -123,19 +123,6 @@ class _BlockOfMasks(Decoder):
         return limit is not None and num_tokens > limit and self.end_think_token_id not in tokens
 
 
-def _block_branch(state: RowState, block: Sequence[int], mask_offsets: Sequence[int]) -> Branch:
-    """Return a branch that feeds a block with bidirectional attention and samples tokens at its masks."""
-    start = state.num_cached
-    return Branch(
-        tokens=block,
-        positions=range(start, start + len(block)),
-        order=[0] * len(block),
-        visible=((0, start),),
-        write_at=start,
-        draft_at=mask_offsets,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class CausalBlockDiffusion(_BlockOfMasks):
     """Fills blocks of masks after causal text; the text predicts the first token of the next block.
@@ -189,7 +176,7 @@ class CausalBlockDiffusion(_BlockOfMasks):
         block = text_between(state, start, start + self.block_size)
         mask_offsets = [position - start for position in masked_in(state, start, start + self.block_size)]
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
-        branch = _block_branch(state, block, mask_offsets)
+        branch = branch_after(start, block, order=[0] * len(block), draft_at=mask_offsets)
         [reading] = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         threshold = math.inf if self.threshold is None else self.threshold
         chosen = above_or_best(reading.probabilities, threshold, is_inclusive=True)
@@ -254,7 +241,7 @@ class LinearSpeculation(_BlockOfMasks):
         while mask_offsets:
             # Without a round, noise depends on the position alone, so the verification draws with the same noise.
             draw = Draw(sampling=state.sampling, statistic=statistic, with_probability=needs_confidence)
-            branch = _block_branch(state, block, mask_offsets)
+            branch = branch_after(start, block, order=[0] * len(block), draft_at=mask_offsets)
             [reading] = yield Forward(phase="draft", branches=(branch,), draw=draw)
             indices = range(len(mask_offsets))
             confidences = reading.statistic or reading.probabilities
@@ -262,14 +249,7 @@ class LinearSpeculation(_BlockOfMasks):
             for i in chosen:
                 block[mask_offsets[i]] = reading.tokens[i]
             mask_offsets = [mask_offsets[i] for i in indices if i not in chosen]
-        branch = Branch(
-            tokens=block,
-            positions=range(start, start + len(block)),
-            visible=((0, start),),
-            write_at=start,
-            shift=1,
-            draft_at=range(len(block)),
-        )
+        branch = branch_after(start, block, shift=1, draft_at=range(len(block)))
         draw = Draw(sampling=state.sampling, with_probability=False)
         [reading] = yield Forward(phase="verify", branches=(branch,), draw=draw)
         drafts = [*block[1:], None]  # None equals no token and so ends the accepted drafts

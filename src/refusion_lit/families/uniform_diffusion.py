@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from refusion_lit.engine.branches import branch_after
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
-from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Request, Steps
+from refusion_lit.engine.requests import Draw, Forward, Reading, Request, Steps
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, ResponseBatch
 from refusion_lit.learning.objective import MaskRatio, Objective, mask_probability
 from refusion_lit.learning.text_order import shift_left
@@ -144,11 +145,8 @@ class UniformDiffusion(Decoder):
         """Read the text that is not in the KV cache yet."""
         text = [*state.prompt.token_ids, *state.tokens[: state.num_committed]]
         start = state.num_cached
-        branch = Branch(
-            tokens=text[start:], positions=range(start, len(text)), visible=((0, start),) * (start > 0), write_at=start
-        )
         draw = Draw(sampling=state.sampling.greedy(), with_probability=False)
-        yield Forward(phase="encode", branches=(branch,), draw=draw)
+        yield Forward(phase="encode", branches=(branch_after(start, text[start:]),), draw=draw)
         state.num_cached = len(text)
 
     def _denoise(
@@ -164,16 +162,9 @@ class UniformDiffusion(Decoder):
         """
         temperature = self.step_temperature(step) * (state.sampling.temperature or 1.0)
         temperature = min(max(temperature, 1e-30), 1e30)  # the range of SamplingParams
-        start = state.num_cached
-        branch = Branch(
-            tokens=canvas,
-            positions=range(start, start + len(canvas)),
-            order=[0] * len(canvas),
-            visible=((0, start),),
-            write_at=start,
-            draft_at=range(len(canvas)),
-            signal=None if before is None else before.signal,
-        )
+        signal = None if before is None else before.signal
+        places = range(len(canvas))
+        branch = branch_after(state.num_cached, canvas, order=[0] * len(canvas), draft_at=places, signal=signal)
         draw = Draw(
             sampling=replace(state.sampling, temperature=temperature, seed=self._seed(state)),
             round=state.num_forwards,

@@ -89,7 +89,8 @@ class ModelSource:
         is_model = values.get("model_type") != _ASSISTANT
         require(is_model, option, expected, f"{name}, which is a drafter", fix)
         if trust_remote_code:
-            _warn_of_remote_code(name)
+            what = f"Python code that comes with {name} will run on this machine with all your rights."
+            warnings.warn(f"trust_remote_code: {what}", stacklevel=2)
         return cls(
             name=name,
             revision=revision,
@@ -197,13 +198,6 @@ def _read_config(name: str, option: str, revision: str | None) -> dict[str, Any]
 
 def _not_json(option: str, file: Path, error: Exception) -> ValueError:
     return ValueError(f"{option}: {file} is not JSON, or no JSON object ({error_reason(error)}); fetch it again.")
-
-
-def _warn_of_remote_code(name: str) -> None:
-    warnings.warn(
-        f"trust_remote_code: Python code that comes with {name} will run on this machine with all your rights.",
-        stacklevel=3,
-    )
 
 
 def _check_hub(name: str, option: str) -> None:

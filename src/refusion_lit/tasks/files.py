@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import compress
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -191,7 +190,8 @@ class InstructionFiles(FileTask):
         if split == "test" or self._sources("validation") is not None:
             rows = self._read_split(split)
         else:
-            rows = self._held_out if split == "validation" else self._kept_rows
+            pairs = zip(self._read_split("train"), self._is_held_out, strict=True)
+            rows = [row for row, is_held_out in pairs if is_held_out == (split == "validation")]
         return [example for row in rows for example in (row[-1:] if is_test else row)]
 
     def describe_test_split(self) -> str:
@@ -248,14 +248,6 @@ class InstructionFiles(FileTask):
         if limit == ordered[-1]:  # as many equal rows as this leave nothing to train on
             limit = max((key for key in keys if key < limit), default=-1.0)
         return [key <= limit for key in keys]
-
-    @property
-    def _held_out(self) -> list[list[Example]]:
-        return [*compress(self._read_split("train"), self._is_held_out)]
-
-    @property
-    def _kept_rows(self) -> list[list[Example]]:
-        return [row for row, is_out in zip(self._read_split("train"), self._is_held_out, strict=True) if not is_out]
 
     def _read_split(self, split: Split) -> list[list[Example]]:
         """Return the examples of every row of a split."""

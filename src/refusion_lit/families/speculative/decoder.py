@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
-from refusion_lit.engine.branches import FEW_POSITIONS, Acceptance, text_between, up_to_eos
+from refusion_lit.engine.branches import FEW_POSITIONS, Acceptance, branch_after, text_between, up_to_eos
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
 from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Proposal, Reading, Steps
 from refusion_lit.families.autoregressive.decoder import Autoregressive
@@ -155,11 +155,9 @@ class SelfSpeculative(Decoder):
         tokens = [*text_between(state, state.num_cached, start + place), *drafts]
         anchors = range(len(tokens) - len(drafts) - 1, len(tokens))  # the tokens whose next token is read
         groups = self._groups(state, place, len(drafts), write_at=state.num_cached + len(tokens))
-        main = Branch(
-            tokens=tokens,
-            positions=range(state.num_cached, state.num_cached + len(tokens)),
-            visible=((0, state.num_cached),),
-            write_at=state.num_cached,
+        main = branch_after(
+            state.num_cached,
+            tokens,
             shift=1,
             draft_at=[anchor for j, anchor in enumerate(anchors) if not self._starts_slot(place + j)],
             proposals=dict(zip(anchors, state.proposals[: len(drafts)], strict=False)),
@@ -189,15 +187,8 @@ class SelfSpeculative(Decoder):
         text = text_between(state, cached, state.prompt_length + state.num_committed)
         tokens = [*text, *state.drafts]
         anchors = range(len(text) - 1, len(tokens))
-        main = Branch(
-            tokens=tokens,
-            positions=range(cached, cached + len(tokens)),
-            visible=((0, cached),),
-            write_at=cached,
-            shift=1,
-            draft_at=anchors,
-            proposals=dict(zip(anchors, state.proposals, strict=False)),
-        )
+        proposals = dict(zip(anchors, state.proposals, strict=False))
+        main = branch_after(cached, tokens, shift=1, draft_at=anchors, proposals=proposals)
         draw = Draw(sampling=state.sampling, with_probability=False)
         [reading] = yield Forward(phase="verify" if state.drafts else "next_token", branches=(main,), draw=draw)
         _commit(state, state.drafts, reading.tokens)
@@ -205,15 +196,8 @@ class SelfSpeculative(Decoder):
         if state.finished or state.num_committed + 1 == len(state.tokens):
             return
         length = len(state.special_tokens.draft_token_ids) if self.num_drafts is None else self.num_drafts
-        anchor = state.num_cached
-        block = Branch(
-            tokens=[state.tokens[state.num_committed - 1], *state.special_tokens.draft_token_ids[:1] * length],
-            positions=range(anchor, anchor + 1 + length),
-            order=[0] * (1 + length),
-            visible=((0, anchor),),
-            write_at=anchor,
-            draft_at=range(1, 1 + length),
-        )
+        tokens = [state.tokens[state.num_committed - 1], *state.special_tokens.draft_token_ids[:1] * length]
+        block = branch_after(state.num_cached, tokens, order=[0] * len(tokens), draft_at=range(1, len(tokens)))
         draw = replace(draw, proposes=self._rejects(state))
         [drafted] = yield Forward(phase="draft", branches=(block,), draw=draw, by_drafter=True)
         state.drafts, state.proposals = drafted.tokens, drafted.proposals
