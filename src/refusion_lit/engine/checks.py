@@ -112,14 +112,16 @@ def check_context(
     lengths: Sequence[tuple[int, str]],
     max_new_tokens: int,
     decoder: Decoder | None = None,
+    option: str = "max_new_tokens",
 ) -> None:
     """Refuse prompts that leave no room for the response in the model's context.
 
     Args:
         model: The model, or its limits alone.
-        lengths: Pairs: a prompt's number of tokens, its id.
+        lengths: Pairs: a prompt's number of tokens, its id, which may be empty.
         max_new_tokens: The response's maximum length.
         decoder: The decoder; ``None``: texts are read in one pass, causally.
+        option: The option with the maximum length, for messages.
 
     Raises:
         ValueError: Naming the longest prompt.
@@ -128,11 +130,11 @@ def check_context(
     if context is None or not lengths:
         return
     expected = f"less than the model's context of {context} tokens"
-    require(max_new_tokens < context, "max_new_tokens", expected, max_new_tokens, "lower it")
+    require(max_new_tokens < context, option, expected, max_new_tokens, "lower it")
     length, longest = max(lengths, key=itemgetter(0))
     room = context - max_new_tokens
-    expected = f"at most {room} tokens (a context of {context} less max_new_tokens {max_new_tokens})"
-    require(length <= room, f"prompt {longest}", expected, length, "shorten it or lower max_new_tokens")
+    expected = f"at most {room} tokens (a context of {context} less {option} {max_new_tokens})"
+    require(length <= room, f"prompt {longest}".rstrip(), expected, length, f"shorten it or lower {option}")
 
 
 def check_prompts(

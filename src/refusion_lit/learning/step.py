@@ -72,20 +72,6 @@ class OptimizerStep:
         self._corrupted[index] = None
         return corrupted
 
-    @staticmethod
-    def scale(num_accumulated: int, world_size: int) -> int:
-        """Return the factor that undoes Lightning's mean over micro-batches and the mean over processes.
-
-        Args:
-            num_accumulated: ``trainer.accumulate_grad_batches``, by which Lightning divides the loss.
-            world_size: Number of processes, over which gradients are averaged.
-
-        Examples:
-            >>> OptimizerStep.scale(num_accumulated=4, world_size=2)
-            8
-        """
-        return num_accumulated * world_size
-
 
 @dataclass
 class MicroBatch:

@@ -27,23 +27,17 @@ _OPTIONS = (
 )
 
 
-def softcap_logits(logits: Tensor, softcap: float) -> Tensor:
-    """Limit logits to ±``softcap`` by a hyperbolic tangent, in float32 or higher precision.
-
-    >>> [round(logit, 3) for logit in softcap_logits(torch.tensor([0.0, 30.0, 3000.0]), 30.0).tolist()]
-    [0.0, 22.848, 30.0]
-    """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return torch.tanh(logits / softcap) * softcap
-
-
 @dataclass(frozen=True, slots=True)
 class LogitsChange:
     """What an architecture does to the logits of its LM head.
 
     Attributes:
         factor: Multiplies the logits.
-        softcap: Limits the logits, see :func:`softcap_logits`; ``None``: no limit.
+        softcap: Limits the logits to ±``softcap`` by a hyperbolic tangent, in float32 or higher precision; ``None``: no
+            limit.
+
+    >>> [round(logit, 3) for logit in LogitsChange(softcap=30.0)(torch.tensor([0.0, 30.0, 3000.0])).tolist()]
+    [0.0, 22.848, 30.0]
     """
 
     factor: float = 1.0
@@ -77,7 +71,10 @@ class LogitsChange:
     def __call__(self, logits: Tensor) -> Tensor:
         """Return the changed logits."""
         logits = logits if self.factor == 1.0 else logits * self.factor
-        return logits if self.softcap is None else softcap_logits(logits, self.softcap)
+        if self.softcap is None:
+            return logits
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return torch.tanh(logits / self.softcap) * self.softcap
 
 
 @dataclass(frozen=True, slots=True, eq=False)

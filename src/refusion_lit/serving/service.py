@@ -29,7 +29,7 @@ from refusion_lit.constraints.tool_calls import (
     find_tool_format,
 )
 from refusion_lit.data.encoding import encode_plain_prompt
-from refusion_lit.engine.checks import check_prompts
+from refusion_lit.engine.checks import check_context, check_prompts
 from refusion_lit.engine.stopping import TextStream
 from refusion_lit.modeling.chat_template import effort_options, find_thought_tags
 from refusion_lit.serving.protocol import (
@@ -386,7 +386,7 @@ class Service:
         longest = max(len(prompt.token_ids) + prompt.num_uncounted for prompt in prompts)
         most = worker.limits.max_prompt_tokens
         require(longest <= most, "prompt", f"at most {most} tokens, including a schema's", longest, "shorten it")
-        self._check_context(longest, sampling)
+        check_context(worker.checked_model, [(longest, "")], sampling.max_new_tokens, worker.decoder, "max_tokens")
         check_prompts(worker.checked_model, worker.decoder, prompts, sampling)
         notify = partial(asyncio.get_running_loop().call_soon_threadsafe, served.events.put_nowait)
         # Names of special tokens that begin calls or enclose thoughts are kept as text.
@@ -467,19 +467,6 @@ class Service:
         except OptionError as error:
             name = "tools" if error.option == "json_schema" else error.option
             raise OptionError(error.rename(name), name) from error
-
-    def _check_context(self, longest: int, sampling: SamplingParams) -> None:
-        """Refuse prompts that leave no room for the answer in the model's context.
-
-        The engine checks the same, but its message names the engine's options.
-        """
-        in_text_order = self.worker.decoder.keeps_text_order
-        context = self.worker.checked_model.context(in_text_order=in_text_order)
-        if context is None or sampling.max_new_tokens >= context:
-            return  # too many answer tokens for any prompt: the engine's check raises the error
-        room = context - sampling.max_new_tokens
-        expected = f"at most {room} tokens (a context of {context} less max_tokens {sampling.max_new_tokens})"
-        require(longest <= room, "prompt", expected, longest, "shorten it or lower max_tokens")
 
     def _build_sampling(self, body: ChatRequest | CompletionRequest) -> SamplingParams:
         """Return a request's sampling options; missing options are the server's."""

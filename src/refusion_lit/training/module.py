@@ -341,7 +341,8 @@ class SlotDiffusionModule(L.LightningModule):
                 shown = name in ("loss", *self.step_source.shown)
                 differs = name in source_figures and self.trainer.world_size > 1  # between processes
                 self.log(f"train/{name}", value, prog_bar=shown, sync_dist=differs)
-        return loss.total * OptimizerStep.scale(num_accumulated, self.trainer.world_size)
+        # Undoes Lightning's mean over micro-batches, and the mean over processes.
+        return loss.total * (num_accumulated * self.trainer.world_size)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the gradient's norm before clipping; stop if the norm or the loss is not finite.

@@ -42,7 +42,7 @@ def test_chunks_and_padded_rows_attend_as_each_token_does_alone(
     for kind in ("chunks", "ranges", "matrix"):
         cache = prepared(made.plan, num_rows, seed)
         seen = made.mask if kind == "matrix" else made.visibility
-        calls = chunked_calls(made.visibility, cache, torch.float64, max_mask) if kind == "chunks" else []
+        calls = chunked_calls(made.visibility, torch.float64, max_mask) if kind == "chunks" else []
         attend = RowAttention(made.rows, calls or [padded_call(made.rows, seen, cache, LIKE)], cache)
         actual = attend(0, query, key, value)
         torch.testing.assert_close(actual, by_hand(made.rows, made.mask, cache, query, key, value))
@@ -100,7 +100,7 @@ def test_tokens_attend_to_each_other_without_a_cache(seed: int, lengths: list[in
         return RowAttention(rows, calls, None)(0, query, key, value)
 
     expected = attended([padded_call(rows, as_mask(visibility, LIKE.device), None, LIKE)])
-    calls = chunked_calls(visibility, None, torch.float64, max_mask)
+    calls = chunked_calls(visibility, torch.float64, max_mask)
     for outputs in (attended([padded_call(rows, visibility, None, LIKE)]), attended(calls)):
         for row, n in enumerate(lengths):
             span = slice(row * longest, row * longest + n)

@@ -6,7 +6,7 @@ memory. The queries are then cut into chunks, and every layer computes the chunk
 
 Batch invariance: libraries choose the summation order by the product's shape. So a token's states differ in their last
 bits with the number of tokens in the forward pass and with the number of rows. In low precision this changes texts.
-With ``batch_invariant``, every product has 8 rows (:func:`~refusion_lit.modeling.fused.linear.multiply_in_blocks`), and
+With ``batch_invariant``, every product has 8 rows (:class:`~refusion_lit.modeling.fused.linear.Linear`), and
 attention has 8 queries and a multiple of 512 keys, with padding if necessary, because torch's kernel processes 512 keys
 at a time. So no result depends on the number of tokens, rows or entries.
 """
@@ -111,19 +111,15 @@ _ALL = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An attention call, for places in a batch's rows.
+    """An attention call, for places in all rows of a batch.
 
     Attributes:
-        rows: The rows.
-        storage: Cache storage rows; without a cache, the batch's rows.
         places: The queries' places in their rows; ``slice(None)`` if a forward pass has a single call.
         keys: Stored entries that the queries may see.
         mask: Added to scores [row, 1, place, key], or a function that computes it; ``None``: no mask.
         is_causal: Whether the i-th query sees the first i keys.
     """
 
-    rows: slice | Tensor
-    storage: slice | Tensor
     places: slice
     keys: slice
     mask: Tensor | Callable[[], Tensor] | None = None
@@ -134,11 +130,12 @@ class Call:
         query: Float[Tensor, "row place head dim"],
         keys: Float[Tensor, "stored_row entry key_head dim"],
         values: Float[Tensor, "stored_row entry key_head dim"],
-    ) -> Float[Tensor, "called_row called_place head dim"]:
-        """Return the heads' outputs."""
-        keys, values = (stored[self.storage, self.keys] for stored in (keys, values))
+        storage: slice | Tensor,
+    ) -> Float[Tensor, "row called_place head dim"]:
+        """Return the heads' outputs; ``storage`` has the storage rows of the batch's rows."""
+        keys, values = (stored[storage, self.keys] for stored in (keys, values))
         mask = self.mask() if callable(self.mask) and not isinstance(self.mask, Tensor) else self.mask
-        return attend_rows(query[self.rows, self.places], keys, values, mask, is_causal=self.is_causal)
+        return attend_rows(query[:, self.places], keys, values, mask, is_causal=self.is_causal)
 
 
 class RowAttention:
@@ -165,16 +162,16 @@ class RowAttention:
         """Store the real tokens' keys and values in a layer, and return the heads' outputs."""
         rows = self._rows
         if self._cache is None:
-            keys, values = rows.pad(key), rows.pad(value)
+            stored = rows.pad(key), rows.pad(value), _ALL
         else:
-            keys, values = self._cache.store(layer, key, value)
+            stored = *self._cache.store(layer, key, value), self._cache.rows
         query = rows.pad(query)
         if self._calls[0].places == _ALL:
-            mixed = self._calls[0](query, keys, values)
+            mixed = self._calls[0](query, *stored)
         else:
             mixed = torch.zeros_like(query)  # padding must be finite: later layers may compute it
             for call in self._calls:
-                mixed[call.rows, call.places] = call(query, keys, values)
+                mixed[:, call.places] = call(query, *stored)
         return rows.select_real(mixed.flatten(0, 1))
 
 
@@ -200,30 +197,24 @@ def plan_attention(
     if isinstance(attention, Visibility) and like.device.type == "cpu":
         size = attention.shape[0] * attention.shape[1] * attention.num_keys
         if size > _MAX_MASK and not attention.is_causal and not attention.sees_all_keys:
-            return RowAttention(rows, chunked_calls(attention, cache, like.dtype), cache)
+            return RowAttention(rows, chunked_calls(attention, like.dtype), cache)
     return RowAttention(rows, [padded_call(rows, attention, cache, like)], cache)
 
 
-def chunked_calls(
-    visibility: Visibility, cache: KVCache | None, dtype: torch.dtype, max_mask: int = _MAX_MASK
-) -> list[Call]:
+def chunked_calls(visibility: Visibility, dtype: torch.dtype, max_mask: int = _MAX_MASK) -> list[Call]:
     """Return a call per chunk of queries, with the keys that the chunk's queries see.
 
     Args:
         visibility: What the tokens see.
-        cache: Prepared for the forward pass; ``None`` if keys are the tokens themselves.
         dtype: The states' type.
         max_mask: Maximum number of mask elements in a call.
     """
     num_rows, length = visibility.shape
     size = max(max_mask // (num_rows * visibility.num_keys), 1)
-    storage = _ALL if cache is None else cache.rows
     calls = []
     for start in range(0, length, size):
         part = visibility.cut(start, min(start + size, length))
-        calls.append(
-            Call(_ALL, storage, slice(start, start + size), slice(part.num_keys), partial(additive_mask, part, dtype))
-        )
+        calls.append(Call(slice(start, start + size), slice(part.num_keys), partial(additive_mask, part, dtype)))
     return calls
 
 
@@ -237,20 +228,19 @@ def padded_call(rows: Rows, attention: AttentionMask | None, cache: KVCache | No
         like: A tensor with the states' type and device.
     """
     num_tokens = rows.shape[1]
-    storage = _ALL if cache is None else cache.rows
     keys = _ALL if cache is None else slice(cache.num_keys)
     if attention is None:
-        return Call(_ALL, storage, _ALL, keys, is_causal=True)
+        return Call(_ALL, keys, is_causal=True)
     if isinstance(attention, Visibility):
         if attention.is_causal:
             first = attention.spans[0].first_key
-            return Call(_ALL, storage, _ALL, slice(first, first + num_tokens), is_causal=True)
+            return Call(_ALL, slice(first, first + num_tokens), is_causal=True)
         if attention.sees_all_keys:
-            return Call(_ALL, storage, _ALL, keys)
+            return Call(_ALL, keys)
     elif isinstance(ranges := sdpa_mask(attention, num_tokens, like.device), RangeMask):
-        return Call(_ALL, storage, _ALL, keys, ranges)
+        return Call(_ALL, keys, ranges)
     # Attention would convert a boolean mask in every layer.
-    return Call(_ALL, storage, _ALL, keys, _additive(attention, num_tokens, like.dtype, like.device))
+    return Call(_ALL, keys, _additive(attention, num_tokens, like.dtype, like.device))
 
 
 def _additive(
@@ -298,7 +288,6 @@ def invariant_attention(
     if attention is None:
         attention = torch.ones(length, length, dtype=torch.bool).tril().expand(num_rows, -1, -1)
     mask = _additive(attention, length, like.dtype, like.device)
-    storage = _ALL if cache is None else cache.rows
     calls: list[Call] = []
     for start in range(0, length, NUM_ROWS):
         block = mask[:, :, start : start + NUM_ROWS]
@@ -307,7 +296,7 @@ def invariant_attention(
         padded[..., 0] = 0.0  # padding sees a key: a query without keys gives NaN
         block = block[..., :num_keys]
         padded[:, :, : block.shape[2], : block.shape[3]] = block
-        calls.append(Call(_ALL, storage, slice(start, start + NUM_ROWS), slice(num_keys), padded))
+        calls.append(Call(slice(start, start + NUM_ROWS), slice(num_keys), padded))
     # Whole blocks of queries, and of keys where these are the tokens themselves.
     return RowAttention(rows.widen(_round_up(length, NUM_KEYS if cache is None else NUM_ROWS)), calls, cache)
 

@@ -104,8 +104,12 @@ class Linear:
         self._copy: Tensor | None = None
 
     def __call__(self, x: Float[Tensor, "*shape input"]) -> Float[Tensor, "*shape output"]:
-        """Return y."""
-        return multiply_in_blocks(self._product, x) if self._batch_invariant else self._product(x)
+        """Return y; with batch invariance, multiply ``NUM_ROWS`` rows at a time, of which the last are padded."""
+        if not self._batch_invariant:
+            return self._product(x)
+        rows = x.reshape(-1, x.shape[-1])
+        blocks = F.pad(rows, (0, 0, 0, -len(rows) % NUM_ROWS)).split(NUM_ROWS)
+        return torch.cat([self._product(block) for block in blocks])[: len(rows)].view(*x.shape[:-1], -1)
 
     def _product(self, x: Tensor) -> Tensor:
         if self._small is not None:
@@ -126,20 +130,6 @@ class Linear:
             hidden.addmm_(x, self._transposed)
         else:
             hidden.add_(self(x))
-
-
-def multiply_in_blocks(
-    product: Callable[[Tensor], Tensor], x: Float[Tensor, "*shape input"]
-) -> Float[Tensor, "*shape output"]:
-    """Multiply ``NUM_ROWS`` rows at a time; the last rows are padded.
-
-    Args:
-        product: A linear map of rows.
-        x: The input.
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    blocks = F.pad(rows, (0, 0, 0, -len(rows) % NUM_ROWS)).split(NUM_ROWS)
-    return torch.cat([product(block) for block in blocks])[: len(rows)].view(*x.shape[:-1], -1)
 
 
 def _num_bytes(weights: Sequence[Tensor]) -> int:
