@@ -84,6 +84,4 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of a plugin
     """Return a decoder from a plugin by name, such as ``CARD`` from :mod:`refusion_lit.contrib`."""
-    if name.startswith("_"):
-        raise AttributeError(name)
     return find_class(Decoder, name)

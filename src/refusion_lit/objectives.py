@@ -38,6 +38,4 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of a plugin
     """Return an objective from a plugin by name, such as ``SoftTail`` from :mod:`refusion_lit.contrib`."""
-    if name.startswith("_"):
-        raise AttributeError(name)
     return find_class(Objective, name)

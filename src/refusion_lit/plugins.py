@@ -36,8 +36,9 @@ def find_class(base: type[T], name: str) -> type[T]:
     >>> find_class(Decoder, "CARD")
     <class 'refusion_lit.contrib.card.CARD'>
     """
-    load_plugins()
-    waiting = [base]
+    waiting = [] if name.startswith("_") else [base]  # such as __path__, which imports ask for
+    if waiting:
+        load_plugins()
     while waiting:
         children = waiting.pop().__subclasses__()
         for child in children:
