@@ -290,6 +290,7 @@ def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.Captur
         (["--run_version=/tmp/evil"], "run_version: expected a name inside RUNS_DIR"),
         (["--run_name=../evil"], "run_name: expected a name inside RUNS_DIR"),
         (["--resume=none"], "got 'none'; give"),
+        (["--trainer.strategy=ddp_spawn", "--trainer.devices=2"], "trainer.strategy: expected a strategy"),
         (["--trainer.val_check_interval=0"], "trainer.val_check_interval: expected a number of batches of at least 1"),
         (["--trainer.accumulate_grad_batches=0"], "trainer.accumulate_grad_batches: expected an integer of at least 1"),
         (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val: expected a number above 0, or null, got -1"),

@@ -145,8 +145,26 @@ def test_a_template_that_refuses_the_turns_is_named() -> None:
     with pytest.raises(ValueError, match=r"example 7: messages: .*system, user \(no system turn\)"):
         encode_example(strict, Example(id="7", query="", response="c", messages=turns))
     strict.chat_template = "{{ messages[0]['content'] + 1 }}"
-    with pytest.raises(ValueError, match=r"^messages: .*chat template.* user \("):
+    with pytest.raises(ValueError, match=r"^messages: .*chat template.* user \(.*chat_template\.jinja"):
         encode_prompt(strict, "a")
+
+
+@pytest.mark.parametrize(
+    "template", ["{% for m in messages %}{{ m['content'] }}", "{{ messages | no_filter }}", "{{ messages }"]
+)
+def test_a_template_that_is_no_template_is_named(template: str) -> None:
+    broken = TrainedBPE(vocab_size=260).build(Words())
+    broken.chat_template = template
+    with pytest.raises(ValueError, match=r"^tokenizer: .*chat_template\.jinja"):
+        encode_prompt(broken, "a")
+
+
+def test_a_template_that_drops_the_query_is_refused() -> None:
+    careless = TrainedBPE(vocab_size=260).build(Words())
+    careless.chat_template = "{% for m in messages %}{{ m['role'] + m['value'] | default('') }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"^messages\.0\.role: .*chat_template\.jinja"):
+        encode_prompt(careless, "a query")
+    assert encode_prompt(careless, "user")
 
 
 @pytest.mark.parametrize("query", ["abz", "a<|mask|>", "a\ud800"])

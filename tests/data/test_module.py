@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +132,23 @@ def test_files_with_too_long_and_malformed_samples(tmp_path: Path, caplog: pytes
     assert re.search("longer than 512 tokens, 1 .*malformed", caplog.text)
     with pytest.raises(ValueError, match="no token for 'x'"):
         InstructionDataModule(task, CharacterTokenizer(characters="ab cqr"), batch_size=1).train_dataloader()
+
+
+def test_validation_samples_that_are_trained_are_named_once(tmp_path: Path) -> None:
+    paths = [tmp_path / "train.jsonl", tmp_path / "other.jsonl"]
+    rows = [{"query": f"{i}", "response": f"{i}"} for i in range(6)]
+    for path, part in zip(paths, (rows[:4], rows[2:]), strict=True):
+        path.write_text("".join(json.dumps(row) + "\n" for row in part))
+    train, other = map(str, paths)
+    for validation, expected in ((train, "4 of 4"), (other, "2 of 4"), (None, None)):
+        task = InstructionFiles(train=train, validation=validation, validation_fraction=0.5)
+        data = InstructionDataModule(task, TrainedBPE(vocab_size=260), batch_size=1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            data.warn_of_shared_samples()
+        assert [("data.task.validation" in str(w.message), expected in str(w.message)) for w in caught] == (
+            [(True, True)] if expected else []
+        )
 
 
 def test_impossible_options_are_refused() -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from refusion_lit.data.detokenizer import Detokenizer
 from refusion_lit.engine.stopping import TextStream
 from refusion_lit.types import SamplingParams
 
@@ -36,16 +42,27 @@ def test_the_beginning_of_a_stop_string_is_held_back_while_its_next_character_is
         assert "".join(streamed(stream, text.encode())) == text.removesuffix(stop)
 
 
-def test_a_tokenizer_that_changes_earlier_text_loses_nothing() -> None:
-    """As with `clean_up_tokenization_spaces`, where a space goes once punctuation follows."""
-
-    def cleaned(tokens: list[int]) -> str:
-        return decoded(tokens).replace(" .", ".")
-
-    stream = TextStream(cleaned, SamplingParams())
-    assert streamed(stream, b"a . b") == ["", "a", " ", "", ". ", "b"]
-    stream = TextStream(cleaned, SamplingParams())
-    assert [*streamed(stream, b"a ."), stream.rest("a.")] == ["", "a", " ", "", "."]
+def test_a_tokenizer_that_changes_earlier_text_streams_its_final_text() -> None:
+    """WordPiece, whose spaces transformers' ``clean_up_tokenization_spaces`` removes once the next token follows."""
+    texts = [
+        "I do n ' t know . We ' ve , he ' s ' un ' ##able ' !",
+        "no ' n ' n n ' re",
+        "[CLS] I know ?",
+        "' [CLS] he",
+    ]
+    words = dict.fromkeys(["[UNK]", "[CLS]", "[SEP]", *" ".join(texts).split()])
+    backend = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))  # type: ignore[call-arg]
+    backend.decoder = decoders.WordPiece()  # type: ignore[assignment]
+    names = {"unk_token": "[UNK]", "cls_token": "[CLS]", "eos_token": "[SEP]"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True, **names)
+    detokenize = Detokenizer(tokenizer)
+    for text, stop in product(texts, ((), ("zzz",))):
+        tokens = tokenizer.convert_tokens_to_ids(text.split())
+        stream = TextStream(partial(detokenize, stop=stop, is_growing=True), SamplingParams(stop=stop))
+        pieces = [stream.piece(tokens[:length]) for length in range(len(tokens) + 1)]
+        final = tokenizer.decode(tokens, skip_special_tokens=True)
+        assert detokenize(tokens, stop=stop) == final
+        assert "".join(pieces) + stream.rest(final) == final
 
 
 def test_a_request_that_starts_again_tells_nothing_twice() -> None:

@@ -233,6 +233,10 @@ EVERYWHERE = [
     ({"layer_types": ["full_attention"] * 9}, "layer_types"),
     ({"layer_types": "full_attention"}, "layer_types"),
     ({"max_position_embeddings": "512"}, "max_position_embeddings"),
+    ({"head_dim": True}, "head_dim"),
+    ({"qk_norm": "yes"}, "qk_norm"),
+    ({"qk_norm": []}, "qk_norm"),
+    ({"attention_bias": 1.5}, "attention_bias"),
 ]
 
 

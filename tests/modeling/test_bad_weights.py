@@ -150,7 +150,7 @@ def test_large_values_are_finite_though_their_sum_is_not(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
 def test_masks_that_old_checkpoints_store_may_be_booleans(file: str, tmp_path: Path) -> None:
     """Early GPT-2 directories hold their causal masks, which transformers ignores."""
-    config = GPT2Config(vocab_size=19, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    config = GPT2Config(vocab_size=19, n_embd=16, n_layer=2, n_head=2, n_positions=32, eos_token_id=1, bos_token_id=1)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(OWN / name, tmp_path)

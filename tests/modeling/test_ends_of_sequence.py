@@ -72,11 +72,29 @@ def test_ends_survive_checkpoints_and_exports(directory: Path, tmp_path: Path) -
     assert json.loads((tmp_path / "saved" / "generation_config.json").read_text())["eos_token_id"] == [1, 0]
 
 
-def test_ids_beyond_the_tokenizer_are_no_ends(directory: Path) -> None:
+@pytest.mark.parametrize("unknown", [999, -1])
+def test_ids_of_no_token_are_left_out_with_a_warning(directory: Path, unknown: int) -> None:
     path = directory / "generation_config.json"
-    path.write_text(json.dumps({"eos_token_id": [END_OF_TURN, 999]}))
-    tokenizer = PretrainedTokenizer(source=str(directory)).build(None)
+    path.write_text(json.dumps({"eos_token_id": [END_OF_TURN, unknown]}))
+    with pytest.warns(UserWarning, match=rf"eos_token_id.*{unknown}"):
+        tokenizer = PretrainedTokenizer(source=str(directory)).build(None)
     assert read_special_tokens(tokenizer).eos_token_ids == (END_OF_TURN,)
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+def test_the_generation_config_replaces_the_configs_ends_as_in_transformers(directory: Path, has_token: bool) -> None:
+    """A tokenizer without EOS token gets the first of them."""
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "eos_token_id": 5}))
+    if not has_token:
+        path = directory / "tokenizer_config.json"
+        values = json.loads(path.read_text())
+        path.write_text(json.dumps({name: value for name, value in values.items() if name != "eos_token"}))
+    test_greedy_text_is_that_of_transformers_with_its_own_defaults(directory)
+    (directory / "generation_config.json").unlink()
+    library = AutoModelForCausalLM.from_pretrained(directory)
+    ends = read_special_tokens(PretrainedTokenizer(source=str(directory)).build(None)).eos_token_ids
+    assert {*ends} == {library.generation_config.eos_token_id, *((END_OF_TURN,) if has_token else ())}
 
 
 def test_sampled_text_can_end_with_either(directory: Path) -> None:

@@ -356,6 +356,9 @@ def _check_trainer(trainer: Namespace, subcommand: str) -> None:
     is_there = not kinds or any(AcceleratorRegistry[kind]["accelerator"].is_available() for kind in kinds)
     fix = "set it to auto or cpu, or install a torch that sees the device"
     require(is_there, "trainer.accelerator", "a device that this machine has", trainer.accelerator, fix)
+    expected = "a strategy that forks processes or starts commands, as the command's parser cannot be sent to others"
+    is_sent = "spawn" in str(trainer.strategy)
+    require(not is_sent, "trainer.strategy", expected, trainer.strategy, "set it to ddp or ddp_fork")
     for option in ("accumulate_grad_batches", "check_val_every_n_epoch"):
         if trainer[option] is not None:
             require_at_least(f"trainer.{option}", trainer[option], 1)

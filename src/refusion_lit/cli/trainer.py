@@ -34,7 +34,6 @@ _IGNORED_WARNINGS = (
     "The .* does not have many workers",
     "The number of training batches",
     "Trying to infer the `batch_size`",
-    "It is recommended to use .*sync_dist",  # our metrics are summed over processes already
 )
 
 # A checkpoint names the callbacks of its training, which the other subcommands do not need.

@@ -60,7 +60,7 @@ def encode_prompt(
     if chat_options:
         check_chat_options(tokenizer, chat_options)
     rendered = render_turns(tokenizer, guard, turns, prompt_template, tools, chat_options=chat_options)
-    check_turns(tokenizer, turns, tools, chat_options)
+    check_turns(tokenizer, turns, tools, chat_options, rendered)
     ids = _encode_rendered(tokenizer, guard, rendered)
     if not ids:
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")

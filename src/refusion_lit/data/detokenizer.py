@@ -80,7 +80,7 @@ class Detokenizer:
         # A response ends at EOS anyway; only a stop string with the whole name is meant.
         ends = {token for token in self._ends & names.keys() if not any(names[token] in string for string in stop)}
         hidden = names.keys() - ends
-        pieces = self._decode(tokens, kept | hidden) if hidden else []
+        pieces = self._decode(tokens, kept, hidden) if hidden else []
         whole = _join(pieces)
         places = [place for place in (whole.find(string, start) for string in stop) if place >= 0]
         if hidden and is_growing:
@@ -95,22 +95,25 @@ class Detokenizer:
             place += len(piece)
         return shown[start:] + whole[first:]
 
-    def _decode(self, token_ids: Sequence[int], kept: Set[int]) -> list[tuple[str, int | None]]:
+    def _decode(
+        self, token_ids: Sequence[int], kept: Set[int], hidden: Set[int] = frozenset()
+    ) -> list[tuple[str, int | None]]:
         """Return the text for tokens that begin a text, in pieces.
 
         Args:
             token_ids: The tokens.
             kept: Special tokens to keep as text.
+            hidden: Further special tokens whose names are pieces. Text after them alone begins the text.
 
         Returns:
             Texts; with each text the special token that it names, or ``None``.
         """
         pieces: list[tuple[str, int | None]] = []
         context: list[int] = []
-        for tokens, literal in self._split(token_ids, kept):
+        for tokens, literal in self._split(token_ids, kept | hidden):
             if literal is not None:
                 pieces.append((literal, tokens[0] if tokens[0] in self._special else None))
-                context = context or self._anchor
+                context = context or ([] if tokens[0] in hidden else self._anchor)
                 continue
             before = self._plain(context) if context else ""
             pieces.append((self._plain([*context, *tokens])[len(before) :], None))

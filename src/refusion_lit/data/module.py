@@ -184,6 +184,21 @@ class InstructionDataModule(L.LightningDataModule):
             text += f"\nsample {sample.id}: prompt {prompt!r}, response {response!r}"
         return text
 
+    def warn_of_shared_samples(self) -> None:
+        """Warn if validation samples from files are training samples, too."""
+        splits = [self._load_split(split) for split in self._fitted_splits]
+        if not isinstance(self.task, InstructionFiles) or len(splits) < 2:
+            return
+        trained, validated = ([(*sample.prompt_ids, -1, *sample.response_ids) for sample in split] for split in splits)
+        known = {*trained}
+        num_shared = sum(sample in known for sample in validated)
+        if num_shared:
+            rank_zero_warn(
+                f"data.task.validation: {num_shared} of {len(validated)} samples are training samples, too: val/loss "
+                "and early stopping say little about new texts. Give other files, or set "
+                "data.task.validation_fraction."
+            )
+
     def train_dataloader(self) -> TrainingLoader:
         """Return a loader for shuffled micro-batches; the batches do not depend on ``num_workers``."""
         data = self._load_split("train")

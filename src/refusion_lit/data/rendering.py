@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.modeling.chat_template import find_thought_tags, get_chat_options, join_templates
@@ -22,6 +23,7 @@ from refusion_lit.utils.require import require
 
 _PROBE = "probe of a turn"
 _CALLS = ("tool_calls", "function_call")
+_FIX_TEMPLATE = "correct chat_template in tokenizer_config.json, or chat_template.jinja, or change the turns"
 
 
 def normalize_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -91,6 +93,11 @@ def render_turns(
     try:
         return _apply_template(tokenizer, marked, add_generation_prompt=is_open, **options)
     except Exception as error:  # a template may raise any error
+        if type(error) is not TemplateError:  # of raise_exception
+            message = (
+                f"tokenizer: the chat template cannot be rendered for turns of {roles} ({error}); {_FIX_TEMPLATE}."
+            )
+            raise ValueError(message) from error
         changeable = [name for name in chat_options or () if name != "continue_final_message"]
         fix = " or ".join(["reorder them", *(f"change {name}" for name in changeable)])
         message = f"messages: the chat template refuses turns of {roles} ({error}); {fix}."
@@ -155,12 +162,20 @@ def check_turns(
     turns: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     chat_options: Mapping[str, Any] | None,
+    prompt: str,
 ) -> None:
     """Refuse turns, tools and calls that the chat template drops: many templates know no developer, some no tools.
 
+    Args:
+        tokenizer: The tokenizer.
+        turns: The turns.
+        tools: Tool descriptions.
+        chat_options: Chat template options besides the options that are stored with the tokenizer.
+        prompt: The rendered turns.
+
     Raises:
-        ValueError: If a turn with another role than system, user and assistant, a call or the tools would not be in the
-            prompt.
+        ValueError: If a turn with another role than system, user and assistant, the last turn of the user, a call or
+            the tools would not be in the prompt.
     """
     if not tokenizer.chat_template:
         return
@@ -174,12 +189,15 @@ def check_turns(
         except Exception:  # a template may raise any error
             return None
 
+    query = turns[-1] if turns[-1]["role"] == "user" else {}
+    is_shown = str(query.get("content") or "").strip() in prompt
     for number, turn in enumerate(turns):
-        if turn["role"] not in ("system", "user", "assistant"):
+        if turn["role"] not in ("system", "user", "assistant") or (turn is query and not is_shown):
             rendered = render([*turns[:number], {**turn, "content": _PROBE}, *turns[number + 1 :]])
-            fix = "use system" if turn["role"] == "developer" else "leave it out"
+            fixes = {"developer": "use system", "user": _FIX_TEMPLATE}
             expected = "a role that the chat template renders"
             is_rendered = rendered is None or _PROBE in rendered
+            fix = fixes.get(turn["role"], "leave it out")
             require(is_rendered, f"messages.{number}.role", expected, turn["role"], fix)
     if tools:
         rendered = render(turns)

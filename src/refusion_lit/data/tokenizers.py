@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import islice
@@ -27,7 +27,7 @@ from refusion_lit.modeling.vocabulary import (
 )
 from refusion_lit.tasks.base import Example, Task
 from refusion_lit.utils.errors import error_reason
-from refusion_lit.utils.require import require, require_at_least
+from refusion_lit.utils.require import is_number, require, require_at_least
 
 _PAD = "<|pad|>"
 _EOS = "<|eos|>"
@@ -191,6 +191,10 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     has_tokens = len(tokenizer) > len(tokenizer.get_added_vocab())  # without files, the tokenizer is empty
     fix = "copy tokenizer.json and tokenizer_config.json there, or name another source"
     require(has_tokens, "tokenizer.source", f"a tokenizer's files in {source.name}", None, fix)
+    vocabulary = tokenizer.get_vocab()
+    ends = _configured_eos_ids(source, {*vocabulary.values()})
+    if tokenizer.eos_token_id is None and ends:
+        tokenizer.add_special_tokens({"eos_token": str(tokenizer.convert_ids_to_tokens(ends[0]))})
     expected = f"an end-of-sequence token in {source.name}"
     fix = "set eos_token in its tokenizer_config.json"
     require(tokenizer.eos_token_id is not None, "tokenizer.source", expected, None, fix)
@@ -206,9 +210,8 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     require(is_equal, "tokenizer.source", expected, tokenizer.mask_token_id, "make them equal")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    vocabulary = tokenizer.get_vocab()
     named = [vocabulary[text] for text in (published.end_tokens if published else ()) if text in vocabulary]
-    add_eos_tokens(tokenizer, [*_configured_eos_ids(source), *named])
+    add_eos_tokens(tokenizer, [*ends, *named])
     ends = read_special_tokens(tokenizer).eos_token_ids
     is_apart = published is None or tokenizer.mask_token_id not in ends  # other models' masks count as untrained
     expected = f"a mask_token_id that ends no text in {source.name}, unlike {', '.join(map(str, ends))}"
@@ -407,12 +410,21 @@ def _without_truncation(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokeniz
     return tokenizer
 
 
-def _configured_eos_ids(source: ModelSource) -> list[int]:
-    """Return the EOS tokens in a source's config and generation config."""
-    values = [source.values.get("eos_token_id"), source.generation_config.eos_token_id]
-    ids = [token for value in values for token in (value if isinstance(value, list) else [value])]
+def _configured_eos_ids(source: ModelSource, known: Set[int]) -> list[int]:
+    """Return the EOS tokens of a source's generation config or, without such a file, of its config, as transformers.
+
+    Args:
+        source: The directory or hub id.
+        known: All ids of the tokenizer. Other ids are left out with a warning.
+    """
+    value = source.generation_config.eos_token_id
+    ids = [token for token in (value if isinstance(value, list) else [value]) if token is not None]
+    option = "backbone.source: eos_token_id"
     for token in ids:
-        is_id = token is None or (isinstance(token, int) and not isinstance(token, bool))
         expected = f"integers in config.json and generation_config.json of {source.name}"
-        require(is_id, "backbone.source: eos_token_id", expected, token, "fetch the two files again")
-    return [token for token in ids if token is not None]
+        require(is_number(token, int), option, expected, token, "fetch the two files again")
+    unknown = [token for token in ids if token not in known]
+    if unknown:
+        message = f"{option}: expected ids of the tokenizer in {source.name}, got {unknown}, which end no response; "
+        warnings.warn(f"{message}correct generation_config.json or config.json.", stacklevel=2)
+    return [token for token in ids if token in known]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from os.path import commonprefix
@@ -10,6 +11,9 @@ from typing import Any
 from refusion_lit.engine.decoder import RowState
 from refusion_lit.engine.requests import Steps
 from refusion_lit.types import SamplingParams
+
+_UNSETTLED = re.compile(r" (?:n ?'?|'[vr]?)?\Z")
+"""Matches endings whose spaces transformers' ``clean_up_tokenization`` may remove when the next token comes."""
 
 
 class StopFinder:
@@ -62,13 +66,12 @@ class StopFinder:
 class TextStream:
     """Turns a growing response into pieces of text that stay.
 
-    The stream holds back text that may begin a stop string, and incomplete characters. Some
-    tokenizers change earlier text, for example by removing spaces before punctuation. Text that was sent cannot be
-    changed: the stream goes on after the common prefix.
+    The stream holds back text that may begin a stop string, incomplete characters, and spaces that a tokenizer may
+    remove when the next token comes. Text that was sent cannot be changed: the stream goes on after the common prefix.
 
     >>> stream = TextStream(bytes.decode, SamplingParams(stop=["END"]))
     >>> [stream.piece(text) for text in (b"1 E", b"1 EN", b"1 EMU", b"1 EMU END 2")]
-    ['1 ', '', 'EMU', ' ']
+    ['1 ', '', 'EMU', '']
 
     Args:
         detokenize: Turns the tokens so far into text.
@@ -84,8 +87,9 @@ class TextStream:
         """Return the text that is new in the final tokens so far."""
         text = cut_at_stop(self._detokenize(tokens), self._stop).rstrip("\N{REPLACEMENT CHARACTER}")
         starts = (stop[:n] for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)))
-        num_held = max((len(start) for start in starts if text.endswith(start)), default=0)
-        stable = text[: len(text) - num_held]
+        held = [len(start) for start in starts if text.endswith(start)]
+        held += [len(ending) for ending in _UNSETTLED.findall(text)]
+        stable = text[: len(text) - max(held, default=0)]
         return self.rest(stable) if len(stable) > len(self._sent) else ""  # shorter where a request starts again
 
     def is_complete(self, tokens: list[int]) -> bool:

@@ -22,7 +22,7 @@ from refusion_lit.modeling.formats import FORMATS, CheckpointFormat
 from refusion_lit.modeling.vocabulary import vocabulary_size
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.errors import error_reason, last_line
-from refusion_lit.utils.require import OptionError, require, require_at_least, require_choice, require_number
+from refusion_lit.utils.require import OptionError, is_number, require, require_at_least, require_choice, require_number
 
 _SIZES = (
     "hidden_size",
@@ -53,6 +53,8 @@ _NUMBERS = {
     "attention_dropout": "[0, 1]",
 }
 """Intervals of further options that are numbers in every architecture that has them."""
+_SWITCHES = ("attention_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "use_qk_norm", "use_sliding_window")
+"""Options that are true or false in every architecture that has them."""
 _WITH_PARTIAL_ROTARY = ("glm4_moe",)
 """Bases of published formats that may rotate a part of a head."""
 _FETCH = "fetch config.json again"
@@ -145,9 +147,9 @@ def load_config(
                 f"{'Set trust_remote_code: true if you trust its authors.' if has_code else 'Check the directory.'}"
             ) from error
         raise ValueError(
-            f"backbone.source: expected a Hugging Face directory or hub id, got {source!r}, which cannot be loaded "
-            f"({error_reason(error) if isinstance(error, OSError | ValueError) else last_line(error)}). "
-            "Check the path, or the id and the network."
+            f"backbone.source: expected a config of a {model_type} model in {source!r}, got one that cannot be read "
+            f"({error_reason(error) if isinstance(error, OSError | ValueError) else last_line(error)}); correct "
+            f"{'config.json' if not overrides else 'config.json or backbone.config'}, or fetch config.json again."
         ) from error
     for name in unknown:
         raise _unknown_option(name, config)
@@ -247,8 +249,11 @@ def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class p
     for name in _SIZES:
         value = getattr(config, name, None)
         if value is not None:
-            fits = isinstance(value, int) and value >= 1
+            fits = is_number(value, int) and value >= 1
             require(fits, f"{where}: {name}", "an integer of at least 1", value, "raise it")
+    for name in _SWITCHES:
+        value = getattr(config, name, None)
+        require(value is None or isinstance(value, bool), f"{where}: {name}", "true or false", value, _FETCH)
     heads = getattr(config, "num_attention_heads", None)
     groups = getattr(config, "num_key_value_heads", None)
     if heads and groups:

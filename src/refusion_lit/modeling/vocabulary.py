@@ -117,11 +117,9 @@ def add_eos_tokens(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int])
 
     Args:
         tokenizer: Changed in place; the ids are saved with it.
-        token_ids: The ids; unknown ids are ignored.
+        token_ids: The ids.
     """
-    size = vocabulary_size(tokenizer)
-    known = (int(token) for token in token_ids if 0 <= int(token) < size)
-    further = [*dict.fromkeys((*tokenizer.init_kwargs.get(EOS_IDS, ()), *known))]
+    further = [*dict.fromkeys((*tokenizer.init_kwargs.get(EOS_IDS, ()), *token_ids))]
     if any(token != tokenizer.eos_token_id for token in further):
         tokenizer.init_kwargs[EOS_IDS] = further
 

@@ -193,6 +193,7 @@ class SlotDiffusionModule(L.LightningModule):
         if isinstance(data, InstructionDataModule):
             for line in data.describe().splitlines():
                 rank_zero_info(line)
+            data.warn_of_shared_samples()
         self.step_source.start(self)
         self._check_attention()
         self.model.traits = self.objective.traits
