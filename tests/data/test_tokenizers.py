@@ -152,12 +152,12 @@ def test_stored_files_rebuild_the_tokenizer(name: str, request: pytest.FixtureRe
 def test_stored_files_have_all_chat_templates(bpe) -> None:
     """transformers takes the template ``tool_use`` where tools are given."""
     tokenizer = StoredTokenizer(files=tokenizer_files(bpe)).build(None)
-    templates = {"default": "{{ messages[0]['content'] }}", "tool_use": "{{ tools | length }} tools"}
+    templates = {"default": "{{ messages[0]['content'] }}", "tool_use": "{{ messages[0]['content'] ~ tools | length }}"}
     tokenizer.chat_template = templates
     rebuilt = StoredTokenizer(files=tokenizer_files(tokenizer)).build(None)
     assert rebuilt.chat_template == templates
     asked = [encode_prompt(rebuilt, "12", tools=tools) for tools in ((), [{"name": "add"}])]
-    assert asked == [encode_text(rebuilt, "12"), encode_text(rebuilt, "1 tools")]
+    assert asked == [encode_text(rebuilt, "12"), encode_text(rebuilt, "121")]
 
 
 def test_a_directory_without_mask_token_gets_one(tmp_path, bpe) -> None:

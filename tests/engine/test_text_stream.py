@@ -51,10 +51,10 @@ def test_a_tokenizer_that_changes_earlier_text_streams_its_final_text() -> None:
         "' [CLS] he",
     ]
     words = dict.fromkeys(["[UNK]", "[CLS]", "[SEP]", *" ".join(texts).split()])
-    backend = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))  # type: ignore[call-arg]
+    backend: Any = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))  # type: ignore[call-arg]
     backend.decoder = decoders.WordPiece()  # type: ignore[assignment]
     names = {"unk_token": "[UNK]", "cls_token": "[CLS]", "eos_token": "[SEP]"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True, **names)
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True, **names)
     detokenize = Detokenizer(tokenizer)
     for text, stop in product(texts, ((), ("zzz",))):
         tokens = tokenizer.convert_tokens_to_ids(text.split())

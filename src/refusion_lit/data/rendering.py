@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.modeling.chat_template import find_thought_tags, get_chat_options, join_templates
@@ -93,10 +93,9 @@ def render_turns(
     try:
         return _apply_template(tokenizer, marked, add_generation_prompt=is_open, **options)
     except Exception as error:  # a template may raise any error
-        if type(error) is not TemplateError:  # of raise_exception
-            message = (
-                f"tokenizer: the chat template cannot be rendered for turns of {roles} ({error}); {_FIX_TEMPLATE}."
-            )
+        if type(error) is not TemplateError:  # the class of raise_exception
+            option = "tokenizer" if isinstance(error, TemplateSyntaxError) else "messages"
+            message = f"{option}: the chat template cannot render turns of {roles} ({error}); {_FIX_TEMPLATE}."
             raise ValueError(message) from error
         changeable = [name for name in chat_options or () if name != "continue_final_message"]
         fix = " or ".join(["reorder them", *(f"change {name}" for name in changeable)])
@@ -196,7 +195,7 @@ def check_turns(
             rendered = render([*turns[:number], {**turn, "content": _PROBE}, *turns[number + 1 :]])
             fixes = {"developer": "use system", "user": _FIX_TEMPLATE}
             expected = "a role that the chat template renders"
-            is_rendered = rendered is None or _PROBE in rendered
+            is_rendered = rendered is None or rendered != render(turns)
             fix = fixes.get(turn["role"], "leave it out")
             require(is_rendered, f"messages.{number}.role", expected, turn["role"], fix)
     if tools:
