@@ -79,7 +79,7 @@ def test_another_task_reads_the_fields_of_its_preset(name: str, data_file: str) 
 def test_run_configs_instantiate(path: Path, data_file: str) -> None:
     cli = build_cli("--config", str(path), *_overrides(path.stem, data_file))
     config = yaml.safe_load(path.read_text())
-    assert set(cli.model.evaluation.named) == set(config["model"]["decoders"])
+    assert set(cli.model.evaluation.named_decoders) == set(config["model"]["decoders"])
     assert cli.model.evaluation.sampling.max_new_tokens == config["model"]["sampling"]["max_new_tokens"]
     cli.model.configure_model()
     assert cli.model.backbone is not None
@@ -92,7 +92,7 @@ def test_the_ablation_compares_decoders_that_fit_the_quickstarts_model() -> None
         return build_cli("--config", str(CONFIGS / f"{name}.yaml"), *_overrides(name, "")).model
 
     traits = build_module("quickstart").objective.traits
-    decoders = build_module("ablation").evaluation.named
+    decoders = build_module("ablation").evaluation.named_decoders
     assert len(decoders) > 3
     assert {name: decoder.requirements().mismatches(traits) for name, decoder in decoders.items()} == {
         name: [] for name in decoders
@@ -207,7 +207,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("path", sorted((CONFIGS / "published").glob("*.yaml")), ids=lambda path: path.stem)
 def test_published_settings_fit_their_layout(path: Path) -> None:
     module = build_cli("--config", str(path), *CPU, *NO_DOWNLOAD).model
-    (decoder,) = module.evaluation.named.values()
+    (decoder,) = module.evaluation.named_decoders.values()
     decoder.check(module.evaluation.sampling)
     name = PUBLISHED[path.stem]
     traits = ModelTraits() if name is None else FORMATS[name].traits({})

@@ -13,7 +13,7 @@ from refusion_lit.decoding import GenerationCallback, RowState
 from refusion_lit.engine.kept_cache import KeptCache
 from refusion_lit.text_model import TextModel
 from refusion_lit.traces.display import round_style
-from refusion_lit.traces.document import Trace, record_trace, visible, visible_lines
+from refusion_lit.traces.document import Trace, record_trace, show_controls, show_controls_in_lines
 from refusion_lit.traces.timeline import timeline
 from refusion_lit.utils.require import require
 
@@ -111,7 +111,7 @@ class Chat:
             return True
         if line == "/quit":
             return False
-        require(line in ("/help", "/reset"), "chat", "one of its commands", visible(line), "/help lists them")
+        require(line in ("/help", "/reset"), "chat", "one of its commands", show_controls(line), "/help lists them")
         if line == "/reset":
             self.turns.clear()
         else:
@@ -141,7 +141,7 @@ class Chat:
             )  # fmt: skip
         answer = row.text
         self.turns.append((question, answer))
-        self._print(visible_lines(answer))
+        self._print(show_controls_in_lines(answer))
         self.console.print(order_line(trace), soft_wrap=True)
         pace = f"{row.num_tokens} tokens, {row.num_forwards} forwards, {row.seconds:.2f} s, {row.finish_reason}"
         self.console.print(pace, style="dim", highlight=False, markup=False)
@@ -180,7 +180,7 @@ class _Watch(GenerationCallback):
                 text.append("·", "dim")
             else:
                 style = round_style(state.commit_rounds[place], state.num_forwards)
-                text.append(visible(self._model.token_text(state.tokens[place])), style)
+                text.append(show_controls(self._model.token_text(state.tokens[place])), style)
         self._live.update(text, refresh=True)
 
 
@@ -192,5 +192,5 @@ def order_line(trace: Trace) -> Text:
         if number != before:
             text.append(f"[{number}]", "dim")
             before = number
-        text.append(visible(trace.piece(token)), round_style(number, trace.num_forwards) if number else "")
+        text.append(show_controls(trace.piece(token)), round_style(number, trace.num_forwards) if number else "")
     return text

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from refusion_lit.cli.model_options import ModelParser, add_decoding_options, add_model_options, load_setup
 from refusion_lit.traces.display import animate, page, print_statistics
-from refusion_lit.traces.document import FORMAT, read_trace, record_trace, visible, write_trace
+from refusion_lit.traces.document import FORMAT, read_trace, record_trace, show_controls, write_trace
 from refusion_lit.utils.files import require_free, write_atomically
 from refusion_lit.utils.require import require
 
@@ -44,7 +44,7 @@ def run(args: list[str]) -> int:
         setup = load_setup(options, {"0": options.prompt})
         _, trace = record_trace(setup.model, options.prompt, setup.decoder, setup.sampling, **vars(setup.decoding))
     console = Console()
-    console.print(Text(f"decoder: {visible(trace.decoder)}"))
+    console.print(Text(f"decoder: {show_controls(trace.decoder)}"))
     animate(trace, console=console)
     print_statistics(trace, console=console)
     if output.suffix == ".json":

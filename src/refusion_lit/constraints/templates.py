@@ -179,8 +179,12 @@ def choose_lengths(
     # Without early stopping, which could cut tokens whose probabilities are needed.
     unending = replace(sampling, stop=())
     scores = iter(run([probe for group_probes in probes for probe in group_probes], unending))
-    candidates = [(*parts, [next(scores) for _ in parts[2]]) for parts in zip(groups, rows, probes, strict=True)]
-    return [choose_most_probable(*parts) if parts[2] else parts[1][0] for parts in candidates]
+    return [
+        choose_most_probable(group, group_rows, group_probes, [next(scores) for _ in group_probes])
+        if group_probes
+        else group_rows[0]
+        for group, group_rows, group_probes in zip(groups, rows, probes, strict=True)
+    ]
 
 
 def make_probe(prompt: Prompt, row: Generation, eos_token_ids: Sequence[int]) -> Prompt:

@@ -27,7 +27,7 @@ class LazyDataset(Dataset[EncodedExample]):
         max_length: Maximum example length in tokens; reading a longer example raises a ``ValueError``.
 
     Attributes:
-        examples: As given.
+        examples: The task's examples.
     """
 
     def __init__(

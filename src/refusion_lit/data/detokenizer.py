@@ -121,29 +121,26 @@ class Detokenizer:
         return pieces
 
     def _split(self, token_ids: Sequence[int], kept: Set[int]) -> Iterator[tuple[list[int], str | None]]:
-        """Yield token runs for the tokenizer to decode (with ``None``), and special tokens or runs with their text."""
+        """Yield runs of tokens with their text, which is ``None`` if the tokenizer decodes the run."""
         tokens = [token for token in token_ids if token not in self._special or token in kept]
         pending: list[int] = []
-        for kind, group in groupby(tokens, lambda token: "name" if token in kept else token in self._bytes):
+        for (is_special, is_byte), group in groupby(tokens, lambda token: (token in kept, token in self._bytes)):
             run = list(group)
-            literal = None
-            if kind == "name":
+            parts: list[tuple[list[int], str | None]] = [(run, None)]
+            if is_special:
+                parts = [([token], self._special[token]) for token in run]
+            elif is_byte:
+                data = bytes(self._bytes[token] for token in run)
+                text = data.decode(errors="replace")
+                parts = [(run, None if text.encode() == data else text)]  # the tokenizer decodes complete characters
+            for part, literal in parts:
+                if literal is None:
+                    pending += part
+                    continue
                 if pending:
                     yield pending, None
                 pending = []
-                yield from (([token], self._special[token]) for token in run)
-                continue
-            if kind:
-                data = bytes(self._bytes[token] for token in run)
-                literal = data.decode(errors="replace")
-                literal = None if literal.encode() == data else literal  # the tokenizer decodes complete characters
-            if literal is None:
-                pending += run
-                continue
-            if pending:
-                yield pending, None
-            pending = []
-            yield run, literal
+                yield part, literal
         if pending:
             yield pending, None
 

@@ -135,9 +135,9 @@ class Evaluation(L.Callback):
         resume: Keep an interrupted run's predictions.
 
     Attributes:
-        named: The given decoders by name.
-        sampling: As given.
-        options: As given.
+        named_decoders: Decoders by name, without dropped names.
+        sampling: How much to generate and how tokens are drawn.
+        options: How decoders are run.
         results: The last test's figures by decoder name.
         mismatches: Reasons why a tested decoder does not fit the model, by decoder name.
         environment: The run's environment, for ``results.json``; by default the environment of this process.
@@ -165,19 +165,20 @@ class Evaluation(L.Callback):
         seed: int = 0,
         resume: bool = False,
     ) -> None:
-        self.named = {name: decoder for name, decoder in decoders.items() if decoder is not None}
-        require(bool(self.named) or not decoders, "model.decoders", "at least one decoder", decoders, "add one")
-        for name, decoder in self.named.items():
+        named = {name: decoder for name, decoder in decoders.items() if decoder is not None}
+        require(bool(named) or not decoders, "model.decoders", "at least one decoder", decoders, "add one")
+        for name, decoder in named.items():
             fits = re.fullmatch(r"[\w-]+", name) is not None  # part of an option's, a metric's and a file's name
             require(fits, "decoders", "names of letters, digits, _ and -", name, "rename it")
             decoder.check(sampling)
         option = "model.decoding.verifier"
-        users = [name for name, decoder in self.named.items() if "verifier" in decoder.requirements().predictions]
+        users = [name for name, decoder in named.items() if "verifier" in decoder.requirements().predictions]
         fix = "name an autoregressive model with the same tokenizer"
         require(options.verifier is not None or not users, option, f"a second model for {', '.join(users)}", None, fix)
-        got = ", ".join(self.named) or "the model's own"
+        got = ", ".join(named) or "the model's own"
         fix = "add APD to model.decoders, or leave it out"
         require(options.verifier is None or bool(users), option, "a decoder that uses it, as APD does", got, fix)
+        self.named_decoders = named
         self.sampling = sampling
         self.options = options
         self.results: dict[str, dict[str, float]] = {}
@@ -190,8 +191,8 @@ class Evaluation(L.Callback):
 
     def decoders(self, model: TextModel) -> dict[str, Decoder]:
         """Return the decoders by name; without names, the model's default decoder."""
-        if self.named:
-            return self.named
+        if self.named_decoders:
+            return self.named_decoders
         decoder = model.default_decoder.adapt_to(self.sampling)
         return {type(decoder).__name__.lower(): decoder}
 
@@ -210,7 +211,7 @@ class Evaluation(L.Callback):
             ValueError: Naming the longest prompt.
         """
         lengths = [(len(prompt.token_ids) + prompt.num_uncounted, prompt.id) for prompt in prompts]
-        decoders = [*self.named.values()] or [None]
+        decoders = [*self.named_decoders.values()] or [None]
         for decoder in decoders if is_test else decoders[:1]:
             if decoder is None or not decoder.requirements().mismatches(plan.traits):
                 check_plan(plan, decoder, lengths, self.sampling)

@@ -171,9 +171,9 @@ class CheckpointFormat:
             expected = f"{' or '.join(map(repr, allowed))} in the config of a {self.name} checkpoint"
             fix = "name its own --checkpoint_format"
             require(is_supported, f"backbone.source: {name}", expected, values.get(name), fix)
-        ours = {theirs: name for name, theirs in self.config_names.items()}
+        library_names = {name: library_name for library_name, name in self.config_names.items()}
         dropped = _NOT_CARRIED | self.required.keys() | {*self.dropped, "refusion_lit"}
-        options = {ours.get(name, name): value for name, value in values.items() if name not in dropped}
+        options = {library_names.get(name, name): value for name, value in values.items() if name not in dropped}
         traits = self.traits(values)
         options["model_type"] = self.base
         entry = values.get("refusion_lit") or {}

@@ -108,10 +108,10 @@ def save_published(
     name, options = decoder
     if name == published.decoder:
         generation |= layout.generation
-        for ours, theirs in layout.decoder_names.items():
-            value: Any = options.get(ours)
-            value = layout.decoder_values[ours].get(value) if ours in layout.decoder_values else value
-            generation |= {} if value is None else {theirs: value}
+        for option, published_option in layout.decoder_names.items():
+            value: Any = options.get(option)
+            value = layout.decoder_values[option].get(value) if option in layout.decoder_values else value
+            generation |= {} if value is None else {published_option: value}
     write_atomically(path / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
     write_atomically(path / "generation_config.json", json.dumps(generation, indent=2, sort_keys=True) + "\n")
     weights = published_weights(model, published)

@@ -224,8 +224,8 @@ def _splitting_class(config: Any, published: CheckpointFormat) -> type[PreTraine
     base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     name = f"{base.__name__}From{published.name}"
     splits = [
-        WeightConverter(_in_layer(theirs), [_in_layer(part) for part in ours], [_SplitRows()])
-        for theirs, ours in published.fused_weights.items()
+        WeightConverter(_in_layer(fused), [_in_layer(part) for part in parts], [_SplitRows()])
+        for fused, parts in published.fused_weights.items()
     ]
     conversions = [*splits, *(get_checkpoint_conversion_mapping(config.model_type) or [])]
     register_checkpoint_conversion_mapping(name, conversions, overwrite=True)

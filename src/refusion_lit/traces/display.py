@@ -18,7 +18,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from refusion_lit.traces.document import FORMAT, Trace, explain_phase, visible, visible_lines
+from refusion_lit.traces.document import FORMAT, Trace, explain_phase, show_controls, show_controls_in_lines
 from refusion_lit.traces.timeline import Change, Timeline, timeline, trace_statistics
 
 _SECONDS_PER_FORWARD = 0.4
@@ -66,7 +66,7 @@ def print_statistics(trace: Trace, *, console: Console) -> None:
     table = Table(show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    phases = {f"forwards: {visible(phase)}": str(count) for phase, count in trace.phases.items()}
+    phases = {f"forwards: {show_controls(phase)}": str(count) for phase, count in trace.phases.items()}
     rows = trace_statistics(trace) | phases
     for name, value in rows.items():
         table.add_row(Text(name), Text(value))
@@ -81,7 +81,7 @@ def _heading(trace: Trace, history: Timeline, number: int) -> str:
     counts = {name: statuses.count(name) for name in ("accepted", "drafted", "rejected")}
     counts["re-planned"] = sum(change.status == "drafted" and change.num_drafts > 1 for change in changes)
     shown = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    phase = visible(trace.rounds[number - 1].phase)
+    phase = show_controls(trace.rounds[number - 1].phase)
     return f"forward {number}/{trace.num_forwards}, {phase}: {shown or 'no token changes'}"
 
 
@@ -99,8 +99,8 @@ def _frame(trace: Trace, history: Timeline, number: int) -> Group:
             style = "red strike"
         elif change.num_drafts > 1:
             style = "italic underline"
-        text.append("·" if change is None else visible(trace.piece(change.token)), style)
-    heading = f"{visible(trace.decoder)}, {_heading(trace, history, number)}"
+        text.append("·" if change is None else show_controls(trace.piece(change.token)), style)
+    heading = f"{show_controls(trace.decoder)}, {_heading(trace, history, number)}"
     about = "Every token of the response is masked."
     if number:
         explanation = explain_phase(trace.rounds[number - 1].phase)
@@ -140,14 +140,14 @@ def _page_values(trace: Trace) -> dict[str, Any]:
     pieces: dict[str, int] = {}
 
     def compact(change: Change) -> list[Any]:
-        text = visible(trace.piece(change.token))
+        text = show_controls(trace.piece(change.token))
         probability = None if change.probability is None else round(change.probability, 4)
         piece = pieces.setdefault(text, len(pieces))
         return [change.index, piece, probability, change.status[0], change.num_drafts]
 
     rounds = [
         {
-            "phase": visible(entry.phase),
+            "phase": show_controls(entry.phase),
             "shape": list(entry.shape),
             "num_scores": len(entry.scores),
             "lowest_score": round(min(entry.scores), 4) if entry.scores else None,
@@ -156,15 +156,15 @@ def _page_values(trace: Trace) -> dict[str, Any]:
         for entry, changes in zip(trace.rounds, history.changes, strict=True)
     ]
     return {
-        "decoder": visible(trace.decoder),
-        "prompt": visible_lines(trace.prompt),
-        "response": visible_lines(trace.response),
-        "finish_reason": visible(trace.finish_reason),
+        "decoder": show_controls(trace.decoder),
+        "prompt": show_controls_in_lines(trace.prompt),
+        "response": show_controls_in_lines(trace.response),
+        "finish_reason": show_controls(trace.finish_reason),
         "seconds": round(trace.seconds, 3),
         "slot_size": trace.slot_size,
         "canvas_length": history.canvas_length,
         "rounds": rounds,
         "pieces": list(pieces),
         "statistics": trace_statistics(trace),
-        "phases": [[visible(phase), number, explain_phase(phase)] for phase, number in trace.phases.items()],
+        "phases": [[show_controls(phase), number, explain_phase(phase)] for phase, number in trace.phases.items()],
     }

@@ -174,17 +174,17 @@ def read_trace(path: str | Path) -> Trace:
     return Trace(**values)
 
 
-def visible(text: str) -> str:
+def show_controls(text: str) -> str:
     """Replace every control character by a visible character."""
-    return "".join(_visible(character) for character in text)
+    return "".join(map(_show_control, text))
 
 
-def visible_lines(text: str) -> str:
+def show_controls_in_lines(text: str) -> str:
     """Replace every control character except newlines by a visible character."""
-    return "\n".join(map(visible, text.split("\n")))
+    return "\n".join(map(show_controls, text.split("\n")))
 
 
-def _visible(character: str) -> str:
+def _show_control(character: str) -> str:
     if character in _SYMBOLS:
         return _SYMBOLS[character]
     if character < " ":

@@ -227,7 +227,7 @@ class SlotDiffusionModule(L.LightningModule):
         """Store the config's first decoder that fits in the model, if the objective is not of this package."""
         config = self.model.config
         stored = getattr(config, "refusion_lit", None) or {}
-        decoders = self.evaluation.named.values() if self.model.drafter is None else ()
+        decoders = self.evaluation.named_decoders.values() if self.model.drafter is None else ()
         entry = entry_with_decoder(stored, self.model.traits, decoders, type(self.objective))
         if entry != stored:
             config.refusion_lit = entry
@@ -236,7 +236,7 @@ class SlotDiffusionModule(L.LightningModule):
         """Warn before training about decoders in the config that a test of the model will refuse."""
         if self.evaluation.options.allow_mismatch:
             return
-        for name, decoder in self.evaluation.named.items():
+        for name, decoder in self.evaluation.named_decoders.items():
             for reason in decoder.requirements().mismatches(self.model.traits)[:1]:
                 what = f"model.decoders.{name}: {type(decoder).__name__} does not fit what the objective trains"
                 rank_zero_warn(f"{what}: {reason}; a test will refuse it, so name another one.")
