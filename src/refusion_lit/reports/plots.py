@@ -58,7 +58,7 @@ def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
     ]
     front = sorted(_coordinates(row) for row in comparison.rows if row.on_front)
     with _figure(names) as (figure, ax):
-        ax.set_xlabel("tokens per forward (more is faster)")
+        ax.set_xlabel("tokens per forward")
         ax.set_ylabel("score in %")
         if len(comparison.rows) > 1:
             ax.plot(*zip(*front, strict=True), "o-", color=_GREY, alpha=0.35, linewidth=7, markersize=22,
