@@ -16,7 +16,14 @@ from refusion_lit.reports.intervals import (
     score_difference,
     score_interval,
 )
-from refusion_lit.reports.results import is_speed_baseline, note_on_speeds, read_latency, shorten_value, with_class
+from refusion_lit.reports.results import (
+    format_options,
+    is_speed_baseline,
+    note_on_speeds,
+    read_latency,
+    shorten_value,
+    with_class,
+)
 from refusion_lit.reports.runs import Run, ScoredPrediction
 
 
@@ -65,8 +72,7 @@ class ComparisonRow:
     @property
     def label(self) -> str:
         """Unique name of the row in the report."""
-        options = ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in self.options.items())
-        return f"{self.name} ({options})" if options else self.name
+        return f"{self.name} ({format_options(self.options)})" if self.options else self.name
 
     @property
     def title(self) -> str:

@@ -161,6 +161,15 @@ def shorten_value(value: Any) -> str:  # noqa: ANN401 - an option's value
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
+def format_options(options: Mapping[str, Any]) -> str:
+    """Return options as ``name=value``, without the groups in their names.
+
+    >>> format_options({"model.decoders.a.slot_size": 4, "seed_everything": 1})
+    'slot_size=4, seed_everything=1'
+    """
+    return ", ".join(f"{name.rpartition('.')[2]}={shorten_value(value)}" for name, value in options.items())
+
+
 def format_value(value: Any) -> str:  # noqa: ANN401 - an option's value
     """Return an option's value as text; a component is written ``Class(option=value)``.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from refusion_lit.reports.results import RESULTS, parse_results, read_results
+from refusion_lit.reports.results import RESULTS, format_options, parse_results, read_results
 from refusion_lit.utils.files import read_fingerprint, read_object
 from refusion_lit.utils.require import require
 
@@ -163,8 +163,7 @@ def _note_failed_points(directory: Path) -> list[str]:
     for path in _list_files(directory, "outcome.json"):
         outcome = read_object(path)
         if outcome.get("status") == "failed":
-            options = _read_options(path.parent).items()
-            point = ", ".join(f"{name.rsplit('.', 1)[-1]}={value}" for name, value in options) or path.parent.name
+            point = format_options(_read_options(path.parent)) or path.parent.name
             error = str(outcome.get("error") or "no reason recorded").strip().splitlines()
             notes.append(f"A point of the sweep failed and is not shown ({point}): {error[-1]}")
     return notes

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from refusion_lit.reports.results import shorten_value
+from refusion_lit.reports.results import format_options
 from refusion_lit.sweeps.launchers import Launcher, Local
 from refusion_lit.utils.files import digest, read_yaml
 from refusion_lit.utils.require import require
@@ -122,7 +122,7 @@ class Point:
     @property
     def label(self) -> str:
         """The varying options in short, without their groups."""
-        return _format({name.rsplit(".", 1)[-1]: value for name, value in self.options.items()}, " ")
+        return format_options(self.options) or "base"
 
 
 def plan(sweep: Sweep, directory: Path, resolve: Resolve) -> list[Point]:
@@ -144,7 +144,7 @@ def plan(sweep: Sweep, directory: Path, resolve: Resolve) -> list[Point]:
         try:
             configs = {name: _resolve(sweep, name, base, options, directory, resolve) for name in sweep.subcommands}
         except ValueError as error:
-            raise ValueError(f"point {_format(options, ', ')}: {error}") from error
+            raise ValueError(f"point {format_options(options) or 'base'}: {error}") from error
         point = Point(id=digest(configs)[:12], options=options, configs=configs)
         points.setdefault(point.id, point)
     return list(points.values())
@@ -207,8 +207,3 @@ def set_option(config: Config, name: str, value: Any) -> None:  # noqa: ANN401 -
         expected = f"a group of options at {'.'.join(groups[: number + 1])}"
         require(isinstance(config[part], dict), name, expected, group, "correct the name")
         config = config[part]
-
-
-def _format(options: Config, separator: str) -> str:
-    """Return options as ``name=value``; without options, the word ``base``."""
-    return separator.join(f"{name}={shorten_value(value)}" for name, value in options.items()) or "base"

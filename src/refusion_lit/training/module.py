@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, instantiate_class
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -45,8 +45,8 @@ from refusion_lit.training.optimizer import (
     rehearse,
     warn_of_slow_precision,
 )
-from refusion_lit.training.resume import begin_resumed_epoch, correct_counters, keep_patience
-from refusion_lit.training.step_source import make_step_source
+from refusion_lit.training.resume import begin_resumed_epoch, correct_counters
+from refusion_lit.training.step_source import StepSource
 from refusion_lit.training.validation import Validation
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require
@@ -117,7 +117,8 @@ class SlotDiffusionModule(L.LightningModule):
         self.backbone: Backbone | None = None
         self.figures = TrainingFigures()
         self.validation = Validation(objective, self.figures)
-        self.step_source = make_step_source(objective, self.evaluation, seed)
+        source = objective.step_source or f"{StepSource.__module__}.{StepSource.__name__}"
+        self.step_source: StepSource = instantiate_class((objective, self.evaluation, seed), {"class_path": source})
         self._is_resumed = False
         self._optimizer_options: dict[str, Any] = {}
         self._restored_options: dict[str, Any] = {}
@@ -172,7 +173,10 @@ class SlotDiffusionModule(L.LightningModule):
         if resumes and "fit_loop" in checkpoint.get("loops", {}):
             correct_counters(checkpoint["loops"]["fit_loop"])
         if trainer is not None and resumes:
-            keep_patience(checkpoint.get("callbacks", {}), trainer.early_stopping_callbacks)
+            for callback in trainer.early_stopping_callbacks:  # Lightning would restore the checkpoint's patience
+                state = checkpoint.get("callbacks", {}).get(callback.state_key)
+                if state is not None:
+                    state["patience"] = callback.patience
         if METADATA_KEY in checkpoint:
             restore_metadata(checkpoint, self.model, self.tokenizer, resumes=resumes)
         # A strategy that shards the weights restores them after the setup; no process holds them all.
@@ -184,13 +188,14 @@ class SlotDiffusionModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Check data and model before training, and record the objective's traits in the model."""
-        data = getattr(self.trainer, "datamodule", None)
-        self._check_mask(data.training_prompt().token_ids if isinstance(data, InstructionDataModule) else ())
+        module = getattr(self.trainer, "datamodule", None)
+        data = module if isinstance(module, InstructionDataModule) else None
+        self._check_mask(data.training_prompt().token_ids if data else ())
         in_text_order = {*(self.objective.traits.predictions or ())} <= {"next_token", "visible"}
         context = self.model.context(in_text_order=in_text_order)
-        if isinstance(data, InstructionDataModule) and context is not None:
+        if data and context is not None:
             data.check_context(context)
-        if isinstance(data, InstructionDataModule):
+        if data:
             for line in data.describe().splitlines():
                 rank_zero_info(line)
             data.warn_of_shared_samples()
@@ -199,7 +204,7 @@ class SlotDiffusionModule(L.LightningModule):
         self.model.traits = self.objective.traits
         self._name_decoder()
         self._warn_of_misfits()
-        if isinstance(data, InstructionDataModule):
+        if data:
             self._warn_of_long_canvas(data)
         self.model.train()
         self.figures.start(self.device)

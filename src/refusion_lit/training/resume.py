@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import EarlyStopping
 
 _COUNTERS = ("ready", "started", "processed", "completed")
 """Lightning's counters of a batch or an epoch, in the order in which it raises them."""
@@ -58,18 +57,6 @@ def correct_counters(fit_loop: dict[str, Any]) -> None:
         state["_batches_that_stepped"] -= is_after_epoch
     for name in ("current", "total"):
         fit_loop["epoch_progress"][name] = dict(epochs)
-
-
-def keep_patience(states: Mapping[str, Any], callbacks: Iterable[EarlyStopping]) -> None:
-    """Give early stopping the patience of the options, which Lightning would replace by the checkpoint's.
-
-    Args:
-        states: States of the callbacks in a checkpoint, by key; changed in place.
-        callbacks: The callbacks of the resumed training.
-    """
-    for callback in callbacks:
-        if callback.state_key in states:
-            states[callback.state_key]["patience"] = callback.patience
 
 
 def begin_resumed_epoch(trainer: L.Trainer) -> None:

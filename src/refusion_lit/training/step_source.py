@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any, ClassVar
 
 import lightning as L
@@ -53,12 +52,3 @@ class StepSource(L.Callback):
             step: The clean micro-batches.
         """
         return [module.corrupt(batch) for batch in step.batches]
-
-
-def make_step_source(objective: Objective, evaluation: Evaluation, seed: int) -> StepSource:
-    """Build the step source that the objective names by import path, or the default step source."""
-    cls: Any = StepSource
-    if objective.step_source is not None:
-        module, _, name = objective.step_source.rpartition(".")
-        cls = getattr(import_module(module), name)
-    return cls(objective, evaluation, seed)
