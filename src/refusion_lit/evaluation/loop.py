@@ -32,7 +32,6 @@ from refusion_lit.reports.results import (
     RESULTS,
     environment,
     note_on_speeds,
-    parse_results,
     ran_concurrently,
     read_latency,
     with_class,
@@ -111,14 +110,6 @@ class _DecoderState:
                 "resume",
             ) from error
         self.lines = file.kept
-
-
-def _reported_decoders(path: Path) -> set[str]:
-    """Return the decoders in a ``results.json``; none if the file is missing or damaged."""
-    with suppress(ValueError):
-        results = parse_results(read_object(path), path)
-        return set(results["results"]) if results else set()
-    return set()
 
 
 class Evaluation(L.Callback):
@@ -279,8 +270,8 @@ class Evaluation(L.Callback):
         for name, decoder in decoders.items():
             path = self._directory / (f"predictions_{name}.jsonl" if trainer.testing else "predictions.jsonl")
             self._running[name] = self._start(path, decoder, contents)
-        reported = _reported_decoders(self._directory / RESULTS)
-        is_reported = trainer.strategy.broadcast(not trainer.testing or decoders.keys() <= reported)
+        reported = read_object(self._directory / RESULTS).get("results") or {}
+        is_reported = trainer.strategy.broadcast(not trainer.testing or decoders.keys() <= {*reported})
         if is_reported and all(len(state.done) == len(contents) for state in self._running.values()):
             raise NothingToDoError(f"the predictions in {self._directory} are complete; there is nothing left to do")
 
