@@ -306,7 +306,7 @@ def test_every_point_says_what_it_is(tmp_path: Path) -> None:
     _, tradeoff = write_report([write_sweep(tmp_path / "sweep")])
     titles = [element.text or "" for element in ElementTree.parse(tradeoff).iter(f"{SVG}title")]
     assert len(titles) == 6
-    assert titles[0].startswith("refusion (slot_size 4, slot_threshold 0.5): score 33.3 % (")
+    assert titles[0].startswith("refusion (slot_size=4, slot_threshold=0.5): score 33.3 % (")
 
 
 def test_curves_rise_to_the_right_and_name_every_point() -> None:

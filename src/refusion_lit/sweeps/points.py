@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from refusion_lit.reports.results import format_options
+from refusion_lit.reports.results import format_options, shorten_value
 from refusion_lit.sweeps.launchers import Launcher, Local
 from refusion_lit.utils.files import digest, read_yaml
 from refusion_lit.utils.require import require
@@ -144,7 +144,8 @@ def plan(sweep: Sweep, directory: Path, resolve: Resolve) -> list[Point]:
         try:
             configs = {name: _resolve(sweep, name, base, options, directory, resolve) for name in sweep.subcommands}
         except ValueError as error:
-            raise ValueError(f"point {format_options(options) or 'base'}: {error}") from error
+            named = ", ".join(f"{name}={shorten_value(value)}" for name, value in options.items())
+            raise ValueError(f"point {named or 'base'}: {error}") from error
         point = Point(id=digest(configs)[:12], options=options, configs=configs)
         points.setdefault(point.id, point)
     return list(points.values())
