@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from refusion_lit.checkpoints.metadata import METADATA_KEY, CheckpointMetadata
+from refusion_lit.modeling.config import read_traits
 from refusion_lit.modeling.lora import Adapters, LoraOptions
 from refusion_lit.types import ModelTraits
 
@@ -36,7 +37,8 @@ def test_metadata_survives_a_checkpoint_that_loads_as_data(tmp_path: Any, adapte
     again = CheckpointMetadata.from_checkpoint(torch.load(tmp_path / "x.ckpt", weights_only=True), "x.ckpt")
     assert again == metadata(adapters)
     config = again.backbone_config()
-    assert config.config == {"model_type": "qwen3", "vocab_size": 10}
+    assert {"model_type": "qwen3", "vocab_size": 10}.items() <= config.config.items()
+    assert read_traits(config.config["refusion_lit"], None) == again.traits
     assert config.lora == (None if adapters is None else adapters.options)
 
 

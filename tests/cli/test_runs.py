@@ -20,6 +20,7 @@ from refusion_lit.cli.lightning import RefusionCLI
 from refusion_lit.cli.resume import expand_resume
 from refusion_lit.cli.run_directory import Claim, claim
 from refusion_lit.cli.trainer import _how_to_resume
+from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.files import acquire_lock, release_lock
 
 TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
@@ -514,10 +515,10 @@ def test_fit_prints_its_checkpoint_and_a_command_that_runs(tmp_path: Path, capsy
     assert "tokens/forward" in capsys.readouterr().out
 
 
-def test_a_checkpoint_is_tested_by_the_decoder_of_its_objective(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_checkpoints_traits_are_known_before_its_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The attention that the decoder needs is known from the checkpoint, not from the model's config."""
+    """The attention that the decoder needs is stored in the checkpoint, not in the config."""
     options = ["--model.objective=Masked", "--model.decoders={a: LLaDA}"]
     assert fit(tmp_path, *options) == 0
     run = tmp_path / "quickstart" / "version_0"
@@ -525,6 +526,11 @@ def test_a_checkpoint_is_tested_by_the_decoder_of_its_objective(
     source = [f"--config={run / 'config.yaml'}", f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}"]
     for subcommand in ("test", "predict"):
         assert main([subcommand, *source, *TINY_TEST, f"--runs_dir={tmp_path}"]) == 0, capsys.readouterr().err
+    monkeypatch.setattr(SlotDiffusionModule, "on_load_checkpoint", lambda *_: pytest.fail("weights are read"))
+    for subcommand in ("test", "predict"):
+        other = "--model.decoders={a: Autoregressive}"
+        assert main([subcommand, *source, *TINY_TEST, f"--runs_dir={tmp_path}", other]) == 2
+        assert "Autoregressive does not fit this model" in capsys.readouterr().err
 
 
 def test_predict_and_validate_print_where_and_what(

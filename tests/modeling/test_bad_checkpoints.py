@@ -426,11 +426,13 @@ def test_a_test_beyond_the_context_is_refused_before_weights_are_read(
 
 @pytest.mark.parametrize(("name", "decoder"), [("sdar-tiny", "ReFusion"), ("wedlm-tiny", "LLaDA")])
 def test_a_decoder_that_does_not_fit_is_refused_before_weights_are_read(
-    name: str, decoder: str, no_weights: None, capfd: pytest.CaptureFixture[str]
+    name: str, decoder: str, tmp_path: Path, no_weights: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source, named = f"--ckpt_path={MODELS[name]}", f"--decoder={decoder}"
     assert decoder in command(capfd, "generate", source, named, "--prompt=12+34>")
     assert decoder in command(capfd, "serve", source, named, "--port=0")
+    task = ["--data.task=Additions", "--data.task.num_test=2", f"--trainer.default_root_dir={tmp_path}"]
+    assert decoder in command(capfd, "test", source, *task, f"--model.decoders={{a: {decoder}}}")
 
 
 def test_what_loading_sets_in_the_tokenizer_is_set_before_weights_are_read(no_weights: None) -> None:

@@ -109,12 +109,17 @@ class CheckpointMetadata:
                 f"({error_reason(error)}). Export it with that version."
             ) from error
 
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The config's entry ``refusion_lit``, with the traits."""
+        return (self.architecture.get("refusion_lit") or {}) | {"prompt_is_block": False} | self.traits.to_dict()
+
     def backbone_config(self) -> BackboneConfig:
         """Return options that rebuild the model with random weights, adapters and drafter included."""
         options = None if self.drafter is None else self.drafter.options
         architecture = {k: v for k, v in self.architecture.items() if k not in {"dtype", "torch_dtype"}}
         return BackboneConfig(
-            config=architecture,
+            config=architecture | {"refusion_lit": self.entry},
             lora=None if self.adapters is None else self.adapters.options,
             drafter=options if isinstance(options, DrafterOptions) else None,
             block_drafter=options if isinstance(options, BlockDrafterOptions) else None,

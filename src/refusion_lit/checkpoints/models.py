@@ -184,7 +184,7 @@ def read_default_decoder(
     source = model_source(source)
     if is_checkpoint_file(source):
         metadata = CheckpointMetadata.from_checkpoint(read_checkpoint(source, mmap=True), source)
-        entry = {**(metadata.architecture.get("refusion_lit") or {}), **metadata.traits.to_dict()}
+        entry = metadata.entry
         has_drafter = metadata.drafter is not None
     else:
         opened = ModelSource.open(source, option="ckpt_path", checkpoint_format=checkpoint_format, revision=revision)
@@ -265,7 +265,7 @@ def load_checkpoint(
         ValueError: If the checkpoint cannot be read, its weights do not fit its metadata, or it was trained with
             another attention pattern.
     """
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(path, mmap=True)
     metadata = CheckpointMetadata.from_checkpoint(checkpoint, path)
     for name in ("attention", "block_size"):
         stored = getattr(metadata.traits, name)
@@ -324,13 +324,12 @@ def _rebuild(
 
     def check_first(plan: ModelPlan) -> None:
         if check is not None:
-            check(replace(plan, traits=metadata.traits, prompt_template=metadata.prompt_template))
+            check(replace(plan, prompt_template=metadata.prompt_template))
 
     config = metadata.backbone_config()
     if options is not None:
         config = replace(config, dtype=options.dtype, attn_implementation=options.attn_implementation)
     backbone = config.build(tokenizer, seed=0, check=check_first)  # leaves the global generator as it is
-    backbone.traits = metadata.traits
     backbone.adapters = metadata.adapters
     if backbone.drafter is not None and metadata.drafter is not None:
         backbone.drafter.base = metadata.drafter.base

@@ -402,7 +402,7 @@ def _use_source(config: Namespace, source: str) -> None:
         fix = "turn the checkpoint into a directory with `refusion-lit export`, or test with that strategy"
         expected = "the strategy ModelParallelStrategy for a sharded checkpoint"
         require(reads_shards or not is_sharded_checkpoint(source), "trainer.strategy", expected, strategy, fix)
-        metadata = CheckpointMetadata.from_checkpoint(read_checkpoint(source), source)
+        metadata = CheckpointMetadata.from_checkpoint(read_checkpoint(source, mmap=True), source)
         config.data.tokenizer = Namespace(
             class_path="refusion_lit.data.tokenizers.StoredTokenizer",
             init_args=Namespace(files=metadata.tokenizer_files),
@@ -413,7 +413,8 @@ def _use_source(config: Namespace, source: str) -> None:
         parts = {"lora": stored.lora if is_sharded_checkpoint(source) else None, "drafter": stored.drafter}
         parts["block_drafter"] = stored.block_drafter
         parts = {name: part and Namespace(**asdict(part)) for name, part in parts.items()}
-        backbone.update(Namespace(source=None, config=stored.config, draft=None, **parts))
+        kept = Namespace(source=None, config=stored.config, draft=None, attention=None, block_size=None)
+        backbone.update(Namespace(**vars(kept), **parts))
         return
     names = ("revision", "checkpoint_format", "trust_remote_code")
     config.data.tokenizer = Namespace(

@@ -188,10 +188,7 @@ class Evaluation(L.Callback):
         return {type(decoder).__name__.lower(): decoder}
 
     def check_plan(self, plan: ModelPlan, prompts: Sequence[Prompt], *, is_test: bool) -> None:
-        """Refuse prompts that leave no room for the response in a model's context, before its weights are read.
-
-        A Lightning checkpoint's traits are known when its weights are. A decoder that seems not to fit the model is
-        therefore left to the check before the first batch.
+        """Refuse decoders that do not fit a model, and prompts that are too long for it, before its weights are read.
 
         Args:
             plan: The model's tokenizer, traits and length limits.
@@ -199,13 +196,12 @@ class Evaluation(L.Callback):
             is_test: Whether all decoders decode; otherwise the first one does.
 
         Raises:
-            ValueError: Naming the longest prompt.
+            ValueError: Naming the decoder or the longest prompt.
         """
         lengths = [(len(prompt.token_ids) + prompt.num_uncounted, prompt.id) for prompt in prompts]
         decoders = [*self.named_decoders.values()] or [None]
         for decoder in decoders if is_test else decoders[:1]:
-            if decoder is None or not decoder.requirements().mismatches(plan.traits):
-                check_plan(plan, decoder, lengths, self.sampling)
+            check_plan(plan, decoder, lengths, self.sampling, allow_mismatch=self.options.allow_mismatch)
 
     def decode(
         self,
