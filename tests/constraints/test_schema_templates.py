@@ -363,6 +363,7 @@ def test_what_cannot_be_guaranteed_is_refused_before_work_starts(model: TextMode
             ".*(wrong: |nested too deeply)",
         ),
         ({"enum": ["a" * 1000, *range(1000)]}, ".*more than 100000 tokens"),
+        ({"anyOf": [{"enum": [*range(start, start + 4000)]} for start in range(3)]}, ".*more than 10000 values"),
         (
             {
                 "type": "object",

@@ -373,6 +373,34 @@ def test_the_time_limit_starts_when_a_request_arrives(model: TextModel, monkeypa
             complete(server, "1+1", max_tokens=1)
 
 
+def test_schemas_are_compiled_one_at_a_time_beside_other_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masked = load(make_bytes_base(tmp_path, mask=True), device="cpu")
+    constrain, may_go_on = Service._constrain, threading.Event()
+    counts = {"now": 0, "most": 0}
+    services: list[Service] = []
+
+    def constrain_slowly(service: Service, prompts: Any, body: Any, *args: Any) -> Any:
+        if body.response_format.type != "text":
+            services.append(service)
+            counts["now"] += 1
+            counts["most"] = max(counts.values())
+            may_go_on.wait(20)
+            counts["now"] -= 1
+        return constrain(service, prompts, body, *args)
+
+    monkeypatch.setattr(Service, "_constrain", constrain_slowly)
+    form = {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}
+    with serving(masked, ReFusion()) as server, ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(complete, server, "1", extra_body={"response_format": form}) for _ in range(4)]
+        wait_for(lambda: services and services[0]._num_preparing == 4)
+        assert complete(server, "1+1", max_tokens=1).choices
+        may_go_on.set()
+        assert {answer.result().choices[0].text for answer in asked} == {"1"}
+    assert counts["most"] == 1
+
+
 def test_a_signal_lets_answers_end_and_refuses_others(model: TextModel) -> None:
     with serving(model, Autoregressive(), prepare=slow) as server, ThreadPoolExecutor() as pool:
         running = pool.submit(complete, server, "1+1", max_tokens=40)

@@ -8,6 +8,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -96,9 +97,11 @@ class GrammarCompiler:
         rounded += [number for number in integers + fractions if abs(float(number)) >= 2**53]
         require(not rounded, OPTION, "numbers below 2**53, fractions of up to 15 digits", rounded, "use strings")
         multiples = [abs(int(number)) for number in re.findall(r'"multipleOf": (-?\d+)', text)]
-        product = math.lcm(*multiples) * max(multiples, default=0)  # llguidance multiplies an allOf's in 32 bits
-        if product >= 2**32:
-            message = f"{OPTION}: multipleOf: expected smaller or fewer numbers, got {multiples}; lower or drop some."
+        largest = max(multiples, default=0)  # llguidance multiplies an allOf's numbers in 32 bits
+        if any(product * largest >= 2**32 for product in accumulate(multiples, math.lcm)):
+            message = (
+                f"{OPTION}: multipleOf: expected smaller or fewer numbers, got {multiples[:9]}; lower or drop some."
+            )
             raise OptionError(message, OPTION)
         try:
             grammar = str(self._library.LLMatcher.grammar_from_json_schema(text, overrides=_SEPARATORS))

@@ -79,7 +79,7 @@ def inline_references(schema: Any, root: Any, known: dict[str, Any], path: tuple
 
 
 def count_values(schema: Any, known: dict[int, int]) -> int:  # noqa: ANN401 - any JSON value
-    """Count the values that a schema without references describes.
+    """Count the values that a schema without references describes, all values in its enumerations included.
 
     Args:
         schema: The schema; several parts may be the same object.
@@ -92,7 +92,9 @@ def count_values(schema: Any, known: dict[int, int]) -> int:  # noqa: ANN401 - a
         options = [option for union in UNIONS if isinstance(schema.get(union), list) for option in schema[union]]
         options += properties.values() if isinstance(properties, Mapping) else []
         num_items = math.floor(schema.get("maxItems", max(schema.get("minItems", 0), MAX_ITEMS))) if items else 0
-        known[id(schema)] = 1 + sum(count_values(option, known) for option in options)
+        listed = schema.get("enum")
+        num_listed = len(listed) if isinstance(listed, list) else 0
+        known[id(schema)] = 1 + num_listed + sum(count_values(option, known) for option in options)
         known[id(schema)] += num_items * count_values(items, known)
     return known[id(schema)]
 

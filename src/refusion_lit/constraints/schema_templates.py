@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, combinations, groupby, islice
 from typing import Any
@@ -42,7 +43,7 @@ MAX_NUMBER = 999_999
 MAX_STRING = 32
 """Maximum string length in tokens."""
 MAX_VALUES = 10_000
-"""Maximum number of values in a schema, with optional values and all union options."""
+"""Maximum number of values in a schema, with optional values, and all options of unions and enumerations."""
 MAX_OPTIONS = 200
 """Maximum number of schemas in ``oneOf``."""
 MAX_CHOICES = 100_000
@@ -186,7 +187,8 @@ class TemplateCompiler:
         Raises:
             ValueError: If no template can guarantee the schema, or the tokenizer lacks a token.
         """
-        given, spans = self._lay_out(self._value(schema, "the schema"))
+        [whole] = _inline([schema])
+        given, spans = self._lay_out(self._parts(whole, "the schema"))
         return self._constrain(given, [spans])
 
     def compile_call(
@@ -204,10 +206,10 @@ class TemplateCompiler:
             ValueError: If no template can guarantee a schema, or the tokenizer lacks a token.
         """
         templates = []
-        for name, schema in functions.items():
+        for name, whole in zip(functions, _inline(functions.values()), strict=True):
             head = f"{tool_format.before_name}{name}{tool_format.after_name}"
             begin = self._split_added(tool_format.begin + head)
-            parameters = self._value(schema, f"the parameters of {name}")
+            parameters = self._parts(whole, f"the parameters of {name}")
             templates.append(self._lay_out(chain(begin, parameters)))
         length = self._pad_templates(templates)
         places = list(zip(*(given for given, _ in templates), strict=True))
@@ -244,14 +246,12 @@ class TemplateCompiler:
         """Lay out text, ids and spans: return the given tokens, ``None`` in spans, and the spans by place."""
         kept: list[Any] = []
         num_tokens = 0
-        try:
+        with _named_errors():
             for part in parts:
                 kept.append(self._lay_out_cases(part) if isinstance(part, tuple) else part)
                 num_tokens += 1 if isinstance(part, str | int) else _num_tokens(kept[-1])
                 if num_tokens > MAX_TOTAL:
                     raise refusal(f"more than {MAX_TOTAL} tokens of possible values", "the schema")
-        except (AttributeError, TypeError, RecursionError) as error:  # a value of a keyword has another type
-            raise OptionError(f"{OPTION}: this schema is wrong: {error}.", OPTION) from error
         given: list[int | None] = []
         spans: dict[int, Span | Choice] = {}
         for kind, group in groupby(kept, type):
@@ -276,13 +276,6 @@ class TemplateCompiler:
         if _num_tokens(choice) > MAX_CHOICES:
             raise refusal(f"more than {MAX_CHOICES} tokens of possible values", "a union or an optional value")
         return choice
-
-    def _value(self, schema: object, name: str) -> Iterator[Any]:
-        """Yield the text, spans and cases for a whole schema, which may have references."""
-        whole = inline_references(schema, schema, {}, ())
-        if count_values(whole, {}) > MAX_VALUES:
-            raise refusal(f"more than {MAX_VALUES} values", name)
-        yield from self._parts(whole, name)
 
     def _parts(self, schema: Any, name: str) -> Iterator[Any]:  # noqa: ANN401 - text, spans and cases
         """Yield the text, spans and cases for a value; ``name`` is for errors."""
@@ -461,6 +454,24 @@ class TemplateCompiler:
             message = f"{OPTION}: this tokenizer cannot write {text[:40]!r}; {FIX}."
             raise OptionError(message, OPTION)
         return ids
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    """Raise an error for users if a keyword's value has the wrong type."""
+    try:
+        yield
+    except (AttributeError, TypeError, RecursionError) as error:
+        raise OptionError(f"{OPTION}: this schema is wrong: {error}.", OPTION) from error
+
+
+def _inline(schemas: Iterable[object]) -> list[Any]:
+    """Return schemas without references; refuse too many values before any of them is encoded."""
+    with _named_errors():
+        whole = [inline_references(schema, schema, {}, ()) for schema in schemas]
+        if sum(count_values(schema, {}) for schema in whole) > MAX_VALUES:
+            raise refusal(f"more than {MAX_VALUES} values", "the schema")
+    return whole
 
 
 def _cover(given: Sequence[int | None], spans: dict[int, Span | Choice], is_open: Sequence[bool]) -> None:

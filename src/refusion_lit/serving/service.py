@@ -52,6 +52,7 @@ from refusion_lit.utils.require import OptionError, require
 
 _API_NAMES = {"max_new_tokens": "max_tokens", "json_schema": "response_format"}
 """Names of options in the API, by their names in the engine."""
+_Result = TypeVar("_Result")
 _Body = TypeVar("_Body", bound=ChatRequest | CompletionRequest | ResponsesRequest)
 _RESPONSES_NAMES = {
     "max_new_tokens": "max_output_tokens",
@@ -237,8 +238,8 @@ class Service:
         self.model.tokenizer = copy.deepcopy(worker.model.tokenizer)
         self._encoder.tokenizer = copy.deepcopy(worker.model.tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()))  # in characters, or in bytes
-        self._preparing = asyncio.Lock()
-        self._num_preparing = 0  # requests that are prepared, or wait for it
+        self._preparing, self._compiling = asyncio.Lock(), asyncio.Lock()
+        self._num_preparing = 0  # requests that are prepared or whose schemas are compiled, or that wait for it
         self.schemas = Schemas(copy.deepcopy(worker.model.tokenizer), worker.model.backbone.special_tokens)
         self.registry = CollectorRegistry()
         options: dict[str, Any] = {"registry": self.registry, "namespace": "refusion_lit"}
@@ -296,7 +297,7 @@ class Service:
         try:
             content = await request.body()
             prepare = partial(self._prepare, kind, content, request.headers.get("content-type", ""))
-            body, prepared = await self._prepare_in_turn(prepare, request.state.arrived)
+            body, prepared = await self._run_in_turn(self._preparing, prepare, request.state.arrived)
             served = await self._begin(prepared, request.state.arrived)
         except ClientDisconnect:
             self.requests.labels("gone").inc()
@@ -332,10 +333,8 @@ class Service:
         if name != self.name:
             raise HTTPException(404, f"model: expected {self.name!r}, got {name[:60]!r}; see /v1/models.")
 
-    async def _prepare_in_turn(
-        self, prepare: Callable[[], tuple[_Body, PreparedRequest]], arrived: float
-    ) -> tuple[_Body, PreparedRequest]:
-        """Prepare a request in a thread: a long body takes seconds and must not block other requests.
+    async def _run_in_turn(self, lock: asyncio.Lock, work: Callable[[], _Result], arrived: float) -> _Result:
+        """Run work for a request in a thread, one request at a time: it takes seconds and must not block the others.
 
         Raises:
             HTTPException: If too many requests wait for this (429), or the request's time is over (504).
@@ -344,10 +343,10 @@ class Service:
             raise HTTPException(429, "the queue is full; try again later.", headers={"Retry-After": "1"})
         self._num_preparing += 1
         try:
-            async with self._preparing:
+            async with lock:
                 if time.monotonic() > arrived + self.worker.limits.max_seconds:
                     raise HTTPException(504, "the time limit of a request is over")
-                return await asyncio.to_thread(prepare)
+                return await asyncio.to_thread(work)
         finally:
             self._num_preparing -= 1
 
@@ -381,8 +380,9 @@ class Service:
         """
         worker, body, sampling, calls = self.worker, prepared.body, prepared.sampling, prepared.calls
         served = ServedRequest(body, f"{'chat' * body.is_chat}cmpl-{secrets.token_hex(12)}", arrived)
-        # In a thread, because compiling a schema may take long and must not block other requests.
-        prompts = await asyncio.to_thread(self._constrain, prepared.prompts, body, calls, sampling)
+        constrain = partial(self._constrain, prepared.prompts, body, calls, sampling)
+        is_free = body.response_format.type == "text" and not (calls is not None and calls.are_forced)
+        prompts = constrain() if is_free else await self._run_in_turn(self._compiling, constrain, arrived)
         longest = max(len(prompt.token_ids) + prompt.num_uncounted for prompt in prompts)
         most = worker.limits.max_prompt_tokens
         require(longest <= most, "prompt", f"at most {most} tokens, including a schema's", longest, "shorten it")
