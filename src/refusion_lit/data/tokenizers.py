@@ -331,14 +331,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfi
     """
     if backbone.source is None or tokenizer.name_or_path == backbone.source:
         return
-    source = PretrainedTokenizer(
-        source=backbone.source,
-        revision=backbone.revision,
-        checkpoint_format=backbone.checkpoint_format,
-        trust_remote_code=backbone.trust_remote_code,
-    )
     try:
-        original = source.build(None)
+        original = load_tokenizer(backbone.open_source())
     except ValueError as error:
         warnings.warn(f"data.tokenizer cannot be compared with the weights' tokenizer: {error}", stacklevel=2)
         return
@@ -349,9 +343,9 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, backbone: BackboneConfi
     for token, identity in sorted(expected.items(), key=lambda pair: pair[1]):
         if vocabulary.get(token) != identity:
             raise ValueError(
-                f"data.tokenizer: expected the {len(expected)} tokens of {source.source!r}, which its weights are for, "
+                f"data.tokenizer: expected the {len(expected)} tokens of {backbone.source!r}, which its weights know, "
                 f"got {len(vocabulary)} tokens in which {token!r} has the id {vocabulary.get(token)}, not {identity}. "
-                f"Set data.tokenizer to PretrainedTokenizer with source: {source.source}."
+                f"Set data.tokenizer to PretrainedTokenizer with source: {backbone.source}."
             )
 
 
