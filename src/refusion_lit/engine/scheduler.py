@@ -31,8 +31,8 @@ def admit(
 ) -> Iterator[tuple[PromptSequence, int, int]]:
     """Assign free cache rows to waiting prompts.
 
-    A prompt may wait for a prefix that another prompt computes, see :func:`find_prefix`. Later prompts then go first;
-    at most ``num_rows`` prompts are held back.
+    A prompt waits if a prompt whose entries the next forward computes will have at least ``MIN_SHARED`` common tokens
+    more. Later prompts then go first; at most ``num_rows`` prompts are held back.
 
     Args:
         waiting: Prompts without a row, in their order; admitted prompts are removed.
@@ -53,13 +53,12 @@ def admit(
     while waiting and free and len(delayed) < num_rows:
         sequence = waiting.pop(0)
         tokens = sequence.prompt.token_ids
-        prefix = (0, -1)
+        num_shared, source = 0, -1
         if decoder is not None:
-            prefix = find_prefix(tokens, cached_prompts, pending, decoder)
-        if prefix is None:
-            delayed.append(sequence)
-            continue
-        num_shared, source = prefix
+            num_shared, source = _find_longest(cached_prompts, tokens, decoder)
+            if _find_longest(pending, tokens, decoder)[0] >= num_shared + MIN_SHARED:
+                delayed.append(sequence)
+                continue
         # A free source row needs no copy. Otherwise prefer a row without a prompt, to keep sources for others.
         sequence.cache_row = source if source in free else min(free, key=lambda row: (row in cached_prompts, row))
         free.remove(sequence.cache_row)
@@ -67,26 +66,6 @@ def admit(
         pending[sequence.cache_row] = tokens  # until its first forward
         yield sequence, num_shared, source
     waiting[:0] = delayed
-
-
-def find_prefix(
-    tokens: Tokens, cached_prompts: Mapping[int, Tokens], pending: Mapping[int, Tokens], decoder: Decoder
-) -> tuple[int, int] | None:
-    """Find a prompt's longest prefix that other prompts have in the cache.
-
-    Args:
-        tokens: The prompt.
-        cached_prompts: Prompts whose entries are computed, by cache row.
-        pending: Prompts whose entries the next forward computes, by row.
-        decoder: Determines how many common tokens may be shared.
-
-    Returns:
-        Number of tokens to share, and the row that has them; 0 and -1 if they are too few. ``None`` to wait, because a
-        pending prompt will have at least ``MIN_SHARED`` tokens more.
-    """
-    num_shared, source = _find_longest(cached_prompts, tokens, decoder)
-    is_worth_waiting = _find_longest(pending, tokens, decoder)[0] >= num_shared + MIN_SHARED
-    return None if is_worth_waiting else (num_shared, source)
 
 
 def _find_longest(prompts: Mapping[int, Tokens], tokens: Tokens, decoder: Decoder) -> tuple[int, int]:

@@ -64,13 +64,9 @@ def initialise_weights(
         attn_implementation: transformers' name of the attention implementation.
         trust_remote_code: Whether the config may name Python code of its source.
     """
-    return _from_config(
-        config,
-        dtype=dtype,
-        attn_implementation=_supported_attention(config, attn_implementation),
-        **_experts_options(dtype),
-        trust_remote_code=trust_remote_code,  # without it transformers may ask on standard input
-    )
+    options = _loading_options(config, dtype, attn_implementation)
+    # Without this option, transformers may ask on standard input.
+    return _from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
 def _from_config(config: Any, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:  # noqa: ANN401 - as transformers has it
@@ -99,9 +95,7 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
                 # Without a generation config, transformers looks for generation options in config.json.
                 generation_config=source.generation_config,
                 revision=source.revision,
-                dtype=dtype,
-                attn_implementation=_supported_attention(source.config, attn_implementation),
-                **_experts_options(dtype),
+                **_loading_options(source.config, dtype, attn_implementation),
                 trust_remote_code=source.trust_remote_code,
                 weights_only=True,
                 output_loading_info=True,
@@ -177,19 +171,16 @@ def _without_report() -> Iterator[None]:
         logger.removeFilter(is_no_report)
 
 
-def _supported_attention(config: Any, implementation: str) -> str:  # noqa: ANN401 - one class per architecture
-    """Return the attention implementation to load: ``eager`` in place of ``sdpa`` for architectures without it.
+def _loading_options(config: Any, dtype: torch.dtype, attn_implementation: str) -> dict[str, Any]:  # noqa: ANN401 - one class per architecture
+    """Return transformers' options for type, attention and experts.
 
-    sdpa knows neither softcaps (Gemma-2) nor sinks (GPT-OSS).
+    Architectures without ``sdpa``, which knows neither softcaps (Gemma-2) nor sinks (GPT-OSS), get ``eager``. So do
+    experts in float64, which torch's grouped products, the default, do not have.
     """
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    lacks_sdpa = implementation == "sdpa" and not getattr(architecture, "_supports_sdpa", True)
-    return "eager" if lacks_sdpa else implementation
-
-
-def _experts_options(dtype: torch.dtype) -> dict[str, str]:
-    """Return the experts' implementation to load; torch's grouped products, the default, have no float64."""
-    return {"experts_implementation": "eager"} if dtype is torch.float64 else {}
+    lacks_sdpa = attn_implementation == "sdpa" and not getattr(architecture, "_supports_sdpa", True)
+    options = {"dtype": dtype, "attn_implementation": "eager" if lacks_sdpa else attn_implementation}
+    return options | ({"experts_implementation": "eager"} if dtype is torch.float64 else {})
 
 
 class _SplitRows(ConversionOps):
