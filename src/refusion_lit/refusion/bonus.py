@@ -247,7 +247,7 @@ def _commit(state: BonusState) -> None:
 
 
 def _close(state: BonusState) -> None:
-    """Close the open slots once all are complete, and cached unless no slot follows."""
+    """Close the open slots once all of them are complete and in the cache, which the response's last slots can skip."""
     state.blocks = state.remaining_blocks(state.open, ends=state.open[-1].ends)
     is_last = not state.blocks and all(slot.is_complete for slot in state.open)
     if is_last or _is_cached(state):
