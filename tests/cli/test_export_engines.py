@@ -27,6 +27,8 @@ QWEN = """model.embed_tokens model.norm lm_head
     model.layers.N.input_layernorm model.layers.N.post_attention_layernorm
     model.layers.N.self_attn.q_proj model.layers.N.self_attn.k_proj model.layers.N.self_attn.v_proj
     model.layers.N.self_attn.o_proj model.layers.N.self_attn.q_norm model.layers.N.self_attn.k_norm"""
+QWEN2 = " ".join(name for name in QWEN.split() if "_norm" not in name.rpartition(".")[2])
+QWEN2_BIAS = tuple(f"model.layers.N.self_attn.{name}_proj.bias" for name in "qkv")
 DENSE = "model.layers.N.mlp.gate_proj model.layers.N.mlp.up_proj model.layers.N.mlp.down_proj"
 EXPERTS = """model.layers.N.mlp.gate model.layers.N.mlp.experts.N.gate_proj model.layers.N.mlp.experts.N.up_proj
     model.layers.N.mlp.experts.N.down_proj"""
@@ -69,6 +71,19 @@ LOADERS: dict[tuple[str, str], Loader] = {
     ("SGLang", "sdar"): Loader(
         read=SIZES, values={"architectures": ["SDARForCausalLM"], "tie_word_embeddings": False},
         weights=f"{QWEN} {DENSE}", generation={"eos_token_id": list},
+    ),
+    # sgl-project/sglang, python/sglang/srt/models/dream.py (131a395): Qwen2's loader, qwen2.py (0005b7e). Dream is in
+    # none of the lists of supported models that were seen
+    ("SGLang", "dream"): Loader(
+        read=f"{SIZES} hidden_act pad_token_id",
+        values={"architectures": ["DreamModel"], "hidden_act": "silu"},
+        weights=f"{QWEN2} {DENSE}", others=QWEN2_BIAS, generation={"eos_token_id": list},
+    ),
+    # the same, fast_dllm_v2.py (0a4cddf): the loader takes tied embeddings, and the block size from bd_size
+    ("SGLang", "fast_dllm_v2"): Loader(
+        read=f"{SIZES} bd_size hidden_act",
+        values={"architectures": ["Fast_dLLM_QwenForCausalLM"], "hidden_act": "silu"},
+        weights=f"{QWEN2} {DENSE}".replace(" lm_head", ""), others=QWEN2_BIAS, generation={"eos_token_id": list},
     ),
     # sgl-project/sglang, python/sglang/srt/models/sdar_moe.py (0feeae3): every layer has experts
     ("SGLang", "sdar_moe"): Loader(
@@ -131,7 +146,7 @@ LOADERS: dict[tuple[str, str], Loader] = {
     ),
 }  # fmt: skip
 GOLDENS = {"sdar": "sdar-tiny", "sdar_moe": "sdar-moe-tiny", "llada2": "llada2-tiny", "llada": "llada-tiny",
-           "wedlm": "wedlm-tiny"}  # fmt: skip
+           "wedlm": "wedlm-tiny", "dream": "dream-tiny", "fast_dllm_v2": "fast-dllm-v2-tiny"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
