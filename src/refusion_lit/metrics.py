@@ -77,7 +77,7 @@ class DecodingMetrics(Metric):
             self.add_state(name, zeros, dist_reduce_fx="max" if name == "peaks" else "sum", persistent=True)
         figures = type(self).compute(self)  # without torchmetrics' wrapper, which warns of a metric without updates
         fits = not isinstance(metrics, str) and all(name.isidentifier() and name not in figures for name in metrics)
-        expected = "names of letters, digits and _, other than those of a test's figures"
+        expected = "names of letters, digits and _, other than the names of a test's figures"
         require(fits, "task.metrics", expected, metrics, "rename them")
         self._metrics = tuple(metrics)
 

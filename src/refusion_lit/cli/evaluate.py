@@ -65,7 +65,7 @@ def run(args: list[str]) -> int:
     manager = TaskManager(include_path=options.include_path)
     tasks = as_list(options.tasks)
     unknown = [task for task in tasks if task not in manager.all_tasks]
-    expected = "names of the harness's tasks or of those below --include_path"
+    expected = "names of the harness's tasks or of tasks below --include_path"
     require(bool(tasks) and not unknown, "tasks", expected, unknown, "`lm-eval ls tasks` lists the harness's own")
     names = ("likelihood", "num_draws", "seed", "batch_size", "allow_mismatch")
     build_options(DecodingOptions, options)  # refuses impossible ones before the model is loaded

@@ -91,7 +91,7 @@ def add_decoder_option(
 ) -> None:
     """Add the decoder with its options."""
     load_plugins()  # decoders of plugins have short names
-    text = f"class of the decoder, or a YAML file like those in configs/decoder; {which}"
+    text = f"class of the decoder, or a YAML file like the files in configs/decoder; {which}"
     # No class by default: jsonargparse would pass its options on to another class that has options of the same names.
     parser.add_argument("--decoder", type=Decoder | None, default=None, sub_configs=True, help=text)
 

@@ -120,7 +120,7 @@ class D2F(BlockDecoder):
                 return
 
     def _is_due(self, state: PipelineState) -> bool:
-        """Whether enough of the last block is known to open the next one, and the response continues after it."""
+        """Whether enough of the last block is known to open another block, and the response continues after it."""
         num_open = len(state.blocks) - state.first_open
         is_full = self.num_open_blocks is not None and num_open >= self.num_open_blocks
         is_last = state.stop >= state.prompt_length + len(state.tokens)

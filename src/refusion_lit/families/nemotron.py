@@ -165,7 +165,7 @@ class CausalBlockDiffusion(_BlockOfMasks):
         return self.state(prompt, sampling, special_tokens, -(-length // self.block_size) * self.block_size)
 
     def step(self, state: RowState) -> Steps[None]:
-        """Cache a complete block and begin the next one, or fill masks of the current block."""
+        """Cache a complete block and begin another block, or fill masks of the current block."""
         place = state.is_masked.index(True) // self.block_size * self.block_size
         start = state.prompt_length + place
         if state.num_cached < start:

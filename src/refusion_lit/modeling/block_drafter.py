@@ -119,7 +119,7 @@ class BlockDrafter(nn.Module):
 
     Attributes:
         network: Transformers' network.
-        base: As in the arguments.
+        base: The model's directory or hub id; ``None`` if its weights are random.
     """
 
     def __init__(self, config: MuseGlimmerAssistantConfig, base: str | None = None) -> None:

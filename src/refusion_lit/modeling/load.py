@@ -258,7 +258,7 @@ def _make_drafter(
     if options.block_drafter is not None:
         special = read_special_tokens(tokenizer)
         mask = special.mask_token_id
-        # The model's own files lack the row of a new mask token, and other programs read those.
+        # The model's own files, which other programs read, lack the row of a new mask token.
         mask = special.pad_token_id if mask is None or mask in new_token_ids else mask
         config = options.block_drafter.assistant_config(model.config, mask)
         block_drafter = BlockDrafter(config, options.source)
