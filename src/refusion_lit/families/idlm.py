@@ -90,7 +90,7 @@ class IntrospectiveStrided(Decoder):
         num_verified: Number of drafts of a forward that are verified; the other drafts are taken as they are, so the
             text is no longer exact. ``None``: all (1 is ``verify_num_specs``, 0 is ``use_spec_verify`` false).
         coupling: Dependence between sampled drafts and verified tokens, as in :class:`SelfSpeculative`; without effect
-            at temperature 0. ``shared_noise``: the sampled text equals the text of :class:`Autoregressive`, token for token.
+            at temperature 0. ``shared_noise``: sampled text equals the text of :class:`Autoregressive`, token by token.
             ``rejection``: rejection sampling; the text has the same distribution.
 
     >>> import refusion_lit

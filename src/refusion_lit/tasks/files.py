@@ -237,7 +237,7 @@ class InstructionFiles(FileTask):
 
     @cached_property
     def _is_held_out(self) -> list[bool]:
-        """Whether each training row is held out: the rows with the lowest hashes are. Equal rows are on the same side."""
+        """Whether each training row is held out, by the lowest hashes. Equal rows are on the same side."""
         rows = self._read_split("train")
         keys = [uniform_scalar("validation", row[-1].query, row[-1].response) for row in rows]
         if self.validation_fraction == 0 or len(rows) < 2:
