@@ -20,7 +20,7 @@ from refusion_lit.data.evaluation import encode_given
 from refusion_lit.data.examples import encode_example
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import PretrainedTokenizer
-from refusion_lit.modeling.vocabulary import prompt_prefix
+from refusion_lit.modeling.vocabulary import add_eos_tokens, prompt_prefix
 from refusion_lit.tasks import Example, InstructionFiles
 from support.tokenizer_zoo import KINDS, TEMPLATES, ZEPHYR, make_model, make_tokenizer
 
@@ -135,6 +135,19 @@ def test_openings_and_ends_of_answers_are_those_of_the_template(kind: str, templ
             assert ids == whole[: len(ids)]
             assert tokenizer.convert_ids_to_tokens(ids[-1]) == last
             assert answer.strip() in tokenizer.decode(sample.response_ids)
+
+
+def test_a_turn_may_end_with_an_added_token_that_is_not_special() -> None:
+    """As ``add_tokens`` adds them. The token ends the training answer, and its name is no part of a response's text."""
+    tokenizer: Any = make_tokenizer("gpt2", chat=True, chat_template=TEMPLATES["qwen"])
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
+    turns = [TURNS[0], {"role": "assistant", "content": "In Italy."}]
+    sample = encode_example(tokenizer, Example(id="0", query=TURNS[0]["content"], response="In Italy."))
+    ids = [*sample.prompt_ids, *sample.response_ids]
+    assert ids == tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"][: len(ids)]
+    assert tokenizer.convert_ids_to_tokens(ids[-1]) == "<|im_end|>"
+    add_eos_tokens(tokenizer, [ids[-1]])
+    assert Detokenizer(tokenizer)(sample.response_ids, sample.prompt_ids) == "In Italy."
 
 
 QWEN3 = (  # thoughts are taken out of the text of an answer, and the last answer has them always

@@ -140,7 +140,7 @@ def test_validation_samples_that_are_trained_are_named_once(tmp_path: Path) -> N
     for path, part in zip(paths, (rows[:4], rows[2:]), strict=True):
         path.write_text("".join(json.dumps(row) + "\n" for row in part))
     train, other = map(str, paths)
-    for validation, expected in ((train, "4 of 4"), (other, "2 of 4"), (None, None)):
+    for validation, expected in ((train, "4 of 4"), (other, "2 of 4"), (None, "")):
         task = InstructionFiles(train=train, validation=validation, validation_fraction=0.5)
         data = InstructionDataModule(task, TrainedBPE(vocab_size=260), batch_size=1)
         with warnings.catch_warnings(record=True) as caught:

@@ -136,3 +136,9 @@ def test_prompts_of_no_token_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"prompt 0: expected .* got 5"):
         model.generate_ids([[12, 5]])
     assert model.generate_ids([[12, EOS]], decoder=Autoregressive(), max_new_tokens=2, allow_mismatch=True)
+
+
+def test_tokens_without_a_row_in_the_embedding_are_named(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"tokenizer: .*at most 70 .*'<eos>'"):
+        model = refusion_lit.load(gapped(tmp_path, num_rows=EOS))
+    assert model.backbone.head.weight.shape[0] == EOS + 1

@@ -116,10 +116,29 @@ def test_usual_fields_are_recognised(tmp_path: Path, row: dict[str, Any], num_tu
     assert (example.query, example.response, len(example.messages)) == ("a", "b", num_turns)
 
 
+def test_calls_of_sharegpt_are_calls_of_the_assistant(tmp_path: Path) -> None:
+    turns = [
+        ("human", "a"),
+        ("function_call", '{"name": "f", "arguments": {"x": 1}}'),
+        ("observation", "2"),
+        ("gpt", "b"),
+    ]
+    row = {"conversations": [{"from": name, "value": text} for name, text in turns]}
+    task = InstructionFiles(
+        train=write_jsonl(tmp_path / "x.jsonl", [row]), validation_fraction=0, assistant_parts="all"
+    )
+    call, answer = task.examples("train")
+    assert call.answer is not None
+    assert call.answer["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    assert [turn["role"] for turn in answer.messages] == ["user", "assistant", "tool"]
+    assert answer.response == "b"
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"messages": [*PAIR, {"role": "user", "content": 3}]}, r"x\.jsonl:1: .*turn 3 \(user\)"),
+        ({"conversations": [{"from": "function_call", "value": "f(1)"}]}, r"x\.jsonl:1: turn 1 .*JSON text.*f\(1\)"),
         ({"conversations": [{"from": "alien", "value": "a"}]}, r"x\.jsonl:1: turn 1 .*human, .*'from', got 'alien'"),
         ({"instruction": "a", "output": "b", "history": ["q"]}, r"x\.jsonl:1: history: .*pairs"),
         ({"query": None, "response": "b"}, r"x\.jsonl:1: .*'query', got NoneType; fill it in"),

@@ -234,7 +234,7 @@ def _encode_answer(
     before, _, closing = render({"role": "assistant", "content": guard.probe}).partition(guard.probe)
     num_common = len(commonprefix([rendered[::-1], closing[::-1]]))  # noqa: RUF071 - no paths
     ends = guard.find_names(rendered)
-    end = _find_end(tokenizer, rendered, [name for name in ends if name[0] >= len(rendered) - num_common])
+    end = _find_end(tokenizer, rendered, guard.find_names(rendered, len(rendered) - num_common))
     if end is None and ends and not rendered[ends[-1][1] :].strip():
         end = ends[-1][1]  # calls may end with another token than text, such as <|eom_id|>
     text = rendered[: len(rendered) - num_common if end is None else end]

@@ -43,8 +43,9 @@ class Detokenizer:
         self._tokenizer = tokenizer
         backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined] - all our tokenizers are fast tokenizers
         added = tokenizer.added_tokens_decoder
-        self._special = {token: value.content for token, value in added.items() if value.special}
         self._ends = {*read_special_tokens(tokenizer).eos_token_ids}
+        self._special = {token: value.content for token, value in added.items() if value.special}
+        self._special |= {token: str(tokenizer.convert_ids_to_tokens(token)) for token in self._ends}
         self._bytes: dict[int, int] = {}
         if "ByteFallback" in str(backend.decoder):
             names = ((token, _BYTE.match(name)) for name, token in tokenizer.get_vocab().items())

@@ -279,6 +279,11 @@ def _map_texts(function: Callable[[str], str], value: Any) -> Any:  # noqa: ANN4
     return [_map_texts(function, item) for item in value] if isinstance(value, list | tuple) else value
 
 
+def _match_any(names: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern for any of the names; long names first."""
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+
+
 class NameGuard:
     """Marks special tokens' names in users' text, so that they differ from a template's names after rendering.
 
@@ -291,8 +296,8 @@ class NameGuard:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
         added = tokenizer.added_tokens_decoder.values()
-        names = sorted((token.content for token in added if token.special), key=len, reverse=True)
-        self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self._names = _match_any(token.content for token in added if token.special)
+        self._other_names = _match_any(token.content for token in added if not token.special and token.content.strip())
         tags = find_thought_tags(tokenizer.chat_template)
         self._tags = {*tags} if tags[1] in join_templates(tokenizer.chat_template) else set()
         used = set().union(*texts)
@@ -314,9 +319,17 @@ class NameGuard:
         kept = self._tags if is_answer else ()
         return self._names.sub(lambda name: name[0] if name[0] in kept else self._open + name[0] + self._close, text)
 
-    def find_names(self, rendered: str) -> list[tuple[int, int]]:
-        """Return start and end of the names that mean special tokens."""
-        return [name.span() for name in self._names.finditer(rendered) if rendered[name.start() - 1] != self._open]
+    def find_names(self, rendered: str, start: int = 0) -> list[tuple[int, int]]:
+        """Return start and end of the names that mean special tokens; without any, of other added tokens' names.
+
+        Args:
+            rendered: The rendered turns, or a part of them.
+            start: Where to begin.
+        """
+        special = [
+            name.span() for name in self._names.finditer(rendered, start) if rendered[name.start() - 1] != self._open
+        ]
+        return special or [name.span() for name in self._other_names.finditer(rendered, start)]
 
     def split(self, rendered: str) -> list[tuple[str, bool]]:
         """Split at the marks; return the texts, with whether names in a text mean special tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -192,6 +193,15 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
         _initialise_as_mean(model, num_rows, num_tokens)
         new += range(num_rows, num_tokens)
     mask = read_special_tokens(tokenizer).mask_token_id
+    others = [token for token in new if token != mask and tokenizer.convert_ids_to_tokens(token) is not None]
+    if pretrained and others:
+        names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(others[:3])))
+        warnings.warn(
+            f"tokenizer: expected at most {num_rows} tokens, the rows of the model's embedding, got {num_tokens}: the "
+            f"rows of {len(others)} tokens ({names}{', ...' if len(others) > 3 else ''}) are new and untrained. Check "
+            "that the tokenizer belongs to the model.",
+            stacklevel=2,
+        )
     if pretrained and mask_is_new(tokenizer) and mask is not None:
         _initialise_as_mean(model, mask, mask + 1)
         new.append(mask)

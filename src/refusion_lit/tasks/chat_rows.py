@@ -13,7 +13,7 @@ from refusion_lit.utils.rows import DataRow
 _SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "model": "assistant", "bot": "assistant", "system": "system", "developer": "developer", "tool": "tool",
-    "observation": "tool",
+    "observation": "tool", "function_call": "assistant",
 }  # fmt: skip
 """Roles of chat turns by their names in ShareGPT's format."""
 TRAINING_MARKS = ("weight", "train", "training", "loss")
@@ -139,7 +139,23 @@ def _rename(turn: object, where: str) -> Any:  # noqa: ANN401 - any JSON value
     role = _SHAREGPT_ROLES.get(str(turn["from"]).lower())
     known = ", ".join(_SHAREGPT_ROLES)
     require(role is not None, where, f"one of {known} in 'from'", turn["from"], "rename it, or remove the row")
-    return {"role": role, "content": turn.get("value"), **{k: v for k, v in turn.items() if k not in ("from", "value")}}
+    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    if str(turn["from"]).lower() == "function_call":
+        return {"role": role, "content": None, "tool_calls": _read_calls(turn.get("value"), where), **others}
+    return {"role": role, "content": turn.get("value"), **others}
+
+
+def _read_calls(text: object, where: str) -> list[dict[str, Any]]:
+    """Return the calls of a ShareGPT turn ``function_call``, whose text is JSON: a call, or a list of calls."""
+    try:
+        calls: Any = json.loads(text) if isinstance(text, str) else text
+    except ValueError:
+        calls = None
+    calls = [calls] if isinstance(calls, dict) else calls
+    are_calls = isinstance(calls, list) and all(isinstance(call, dict) and "name" in call for call in calls)
+    expected = "the JSON text of calls with name and arguments in the turn 'function_call'"
+    require(bool(calls) and are_calls, where, expected, text, "correct it, or remove the row")
+    return [_parse_arguments({"type": "function", "function": call}) for call in calls]
 
 
 def _join_texts(content: Any) -> Any:  # noqa: ANN401 - any JSON value

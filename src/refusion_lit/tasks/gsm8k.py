@@ -18,6 +18,7 @@ _NUMBER = re.compile(
     r"|\s?(?:\\times|\\cdot|[x*\N{MULTIPLICATION SIGN}\N{MIDDLE DOT}])\s?10\s?\^\s?(?P<power>[-+]?\d{1,3})(?!\d))?"
     r"(?:\s*/\s*(?P<denominator>\d+))?"
 )
+_DASH_AS_MINUS = re.compile(r"[\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{EN DASH}\N{FULLWIDTH HYPHEN-MINUS}](?=[$.\d])")
 _THOUSANDS = re.compile(r"[ _,'\N{RIGHT SINGLE QUOTATION MARK}]")
 _EQUALS = re.compile(r"=|\N{ALMOST EQUAL TO}|\\approx")
 _EQUATION_IN_PARENTHESES = re.compile(r"\([^()=]*=[^()]*\)")
@@ -90,6 +91,7 @@ def _read_number(text: str) -> Fraction | None:
     Numbers that are too long for Python to convert are ``None``, too.
     """
     text = " ".join(text.split())  # in long runs of white space, the search below takes cubic time
+    text = _DASH_AS_MINUS.sub("-", text)
     text = _FRACTION_CHARACTER.sub(lambda match: " " + normalize("NFKC", match[0]).replace("\u2044", "/"), text)
     text = _FRACTION.sub(r" \1\2/\3\4", text.replace("\\$", "$"))
     plain = _LATEX_LAYOUT.sub("", text)
