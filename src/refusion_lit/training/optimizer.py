@@ -52,7 +52,7 @@ class WarmupCosine:
         if self.warmup_steps >= num_steps:
             rank_zero_warn(
                 f"model.schedule.warmup_steps: expected fewer than the {num_steps} steps of this training, got "
-                f"{self.warmup_steps}, so that the learning rate rises to the end. Lower it, or train longer."
+                f"{self.warmup_steps}: the learning rate rises until the end of training. Lower it, or train longer."
             )
 
         def factor(step: int) -> float:
