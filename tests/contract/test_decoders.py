@@ -118,27 +118,31 @@ def test_the_prompt_is_fed_as_it_is(
     assert {token for _, token in other} <= {model.special_tokens.mask_token_id}
 
 
-def decode_ids(
-    model: FakeModel, decoder: Decoder, drawn_prompts: list[Prompt], sampling: SamplingParams
-) -> list[list[int]]:
-    return [row.token_ids for row in decode(model, decoder, drawn_prompts, sampling).rows]
-
-
 @each_decoder
 @settings(max_examples=examples(20), deadline=None)
-@given(data=st.data(), make=hash_models(), drawn_prompts=prompts(), temperature=temperatures(), size=st.integers(2, 4))
-def test_a_row_is_what_it_is_alone(
+@given(
+    data=st.data(),
+    make=hash_models(),
+    drawn_prompts=prompts(),
+    temperature=temperatures(),
+    size=st.integers(2, 4),
+    seed=st.integers(0, 99),
+)
+def test_a_row_is_what_it_is_alone_and_temperature_zero_ignores_the_seed(
     cls: type[Decoder],
     data: st.DataObject,
     make: Callable[[Decoder], HashModel],
     drawn_prompts: list[Prompt],
     temperature: float,
     size: int,
+    seed: int,
 ) -> None:
     decoder, sampling = data.draw(setups(cls))
     sampling = replace(sampling, temperature=temperature)
     order = data.draw(st.permutations(range(len(drawn_prompts))))
     rows = decode(make(decoder), decoder, [drawn_prompts[i] for i in order], sampling, batch_size=size).rows
+    if temperature == 0 and not chance_remains(decoder):
+        sampling = replace(sampling, seed=seed)
     for i, row in zip(order, rows, strict=True):
         [alone] = decode(make(decoder), decoder, [drawn_prompts[i]], sampling).rows
         assert row.token_ids == alone.token_ids
@@ -156,28 +160,11 @@ def test_a_row_of_a_transformer_is_what_it_is_alone(
     decoder, sampling = data.draw(setups(cls))
     sampling = replace(sampling, temperature=temperature)
     model = tiny_backbone(traits_for(decoder))
-    rows = decode(model, decoder, drawn_prompts[::-1], sampling, batch_size=size).rows[::-1]
-    for prompt, row in zip(drawn_prompts, rows, strict=True):
-        [alone] = decode(model, decoder, [prompt], sampling).rows
-        assert row.token_ids == alone.token_ids
-        assert weighs_rows(decoder) or row.forward_shapes == alone.forward_shapes
-
-
-@each_decoder
-@settings(max_examples=examples(10), deadline=None)
-@given(
-    data=st.data(), make=hash_models(), drawn_prompts=prompts(max_size=2), seeds=st.tuples(*[st.integers(0, 99)] * 2)
-)
-def test_temperature_zero_ignores_the_seed(
-    cls: type[Decoder],
-    data: st.DataObject,
-    make: Callable[[Decoder], HashModel],
-    drawn_prompts: list[Prompt],
-    seeds: tuple[int, int],
-) -> None:
-    decoder, sampling = data.draw(setups(cls))
-    first, second = (decode_ids(make(decoder), decoder, drawn_prompts, replace(sampling, seed=seed)) for seed in seeds)
-    assert first == second or chance_remains(decoder)
+    rows = decode(model, decoder, drawn_prompts, sampling, batch_size=size).rows
+    number = data.draw(st.integers(0, len(rows) - 1))
+    [alone] = decode(model, decoder, [drawn_prompts[number]], sampling).rows
+    assert rows[number].token_ids == alone.token_ids
+    assert weighs_rows(decoder) or rows[number].forward_shapes == alone.forward_shapes
 
 
 def chance_remains(decoder: Decoder) -> bool:
@@ -192,13 +179,12 @@ def chance_remains(decoder: Decoder) -> bool:
 @each_decoder
 def test_the_seed_alone_decides_what_is_drawn(cls: type[Decoder]) -> None:
     decoder = cls()
-    drawn_prompts = [Prompt(token_ids=(3, 4), id=f"p{i}") for i in range(3)]
-    sampling = SamplingParams(max_new_tokens=24, temperature=20.0, seed=4)
+    drawn_prompts = [Prompt(token_ids=(3, 4), id=f"p{i}") for i in range(2)]
+    sampling = SamplingParams(max_new_tokens=16, temperature=20.0, seed=4)
 
     def text(seed: int) -> list[list[int]]:
-        return decode_ids(
-            HashModel(1, traits=traits_for(decoder)), decoder, drawn_prompts, replace(sampling, seed=seed)
-        )
+        model = HashModel(1, traits=traits_for(decoder))
+        return [row.token_ids for row in decode(model, decoder, drawn_prompts, replace(sampling, seed=seed)).rows]
 
     drawn = text(4)
     assert drawn == text(4)
@@ -296,8 +282,8 @@ def slowly_stopped(tokens: list[int], sampling: SamplingParams) -> list[int] | N
 def test_a_response_of_hundreds_of_tokens_is_exact(cls: type[Decoder]) -> None:
     decoder = LLaDA(steps=16) if cls is LLaDA else cls()
     model, prompt = OracleModel(oracle_text(None), traits=traits_for(decoder)), Prompt(token_ids=(3, 4), id="p")
-    [row] = decode(model, decoder, [prompt], SamplingParams(max_new_tokens=320)).rows
-    assert row.token_ids == [oracle_text(None)(place) for place in range(2, 322)]
+    [row] = decode(model, decoder, [prompt], SamplingParams(max_new_tokens=192)).rows
+    assert row.token_ids == [oracle_text(None)(place) for place in range(2, 194)]
 
 
 # What arithmetic says.

@@ -143,13 +143,11 @@ class OracleModel(FakeModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.num_logit_rows += len(hidden)
-        rows = []
-        for place, is_drafted in hidden.tolist():
-            probability = (self.certainty if is_drafted else self.agreement)(place)
-            row = torch.full((self.num_head_rows,), (1 - probability) / (self.num_head_rows - 1), dtype=torch.float64)
-            row[self.text(place)] = probability
-            rows.append(row.log())
-        return torch.stack(rows)
+        places = hidden.tolist()
+        values = [(self.certainty if is_drafted else self.agreement)(place) for place, is_drafted in places]
+        chosen = torch.tensor(values, dtype=torch.float64)[:, None]
+        rows = ((1 - chosen) / (self.num_head_rows - 1)).repeat(1, self.num_head_rows)
+        return rows.scatter(1, torch.tensor([[self.text(place)] for place, _ in places]), chosen).log()
 
     def make_cache(self, num_rows: int) -> KVCache:
         return KVCache(0, num_rows)  # no layers: it keeps no state
