@@ -24,6 +24,7 @@ from refusion_lit.contrib import CARD
 from refusion_lit.decoding import Decoder, FastDLLM, LLaDA, ReFusion
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams
+from support.example_counts import examples
 from support.tiny import make_bytes_base
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
@@ -199,7 +200,7 @@ def fill(model: TextModel, schema: Any, seed: int) -> Any:
     return value
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
 def test_any_order_of_filling_keeps_the_schema(model: TextModel, schema: Any, seed: int) -> None:
     if not is_impossible(schema):

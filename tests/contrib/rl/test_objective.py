@@ -120,12 +120,12 @@ def test_the_gradient_is_that_of_the_expected_reward(likelihood: NextToken | Lef
 
 @cache
 def drawn() -> Counter[tuple[int, ...]]:
-    """Return how often each text of at most three tokens is drawn: 20 000 times, five times that under ``thorough``.
+    """Return how often each text of at most three tokens is drawn: 12 000 times; 100 000 times under ``thorough``.
 
     100 000 draws take half a minute of the processor; the two tests below share them. All prompts are equal:
     without ``share_prefixes``, admitting one does not compare it with all others in flight.
     """
-    num_answers = 100_000 if settings.get_current_profile_name() == THOROUGH else 20_000
+    num_answers = 100_000 if settings.get_current_profile_name() == THOROUGH else 12_000
     model = small(tiny_backbone(LeftToRight().traits), 2)
     sampling = SamplingParams(max_new_tokens=3, temperature=1.0, seed=11)
     counts: Counter[tuple[int, ...]] = Counter()
@@ -145,7 +145,7 @@ def test_answers_are_drawn_as_often_as_their_likelihood_says() -> None:
     counts = torch.tensor([drawn()[text] for text in texts]).double()
     size = drawn().total()
     deviations = (counts - size * probability) / (size * probability * (1 - probability)).sqrt()
-    assert float(counts.sum()) == size >= 20_000
+    assert float(counts.sum()) == size >= 12_000
     assert float(deviations.abs().max()) < 4.5
 
 
