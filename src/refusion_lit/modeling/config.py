@@ -6,7 +6,7 @@ Models that the backbone would silently compute wrongly are refused.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,7 +22,7 @@ from refusion_lit.modeling.formats import FORMATS, CheckpointFormat
 from refusion_lit.modeling.vocabulary import vocabulary_size
 from refusion_lit.types import ModelTraits
 from refusion_lit.utils.errors import error_reason, last_line
-from refusion_lit.utils.require import OptionError, is_number, require, require_at_least, require_choice, require_number
+from refusion_lit.utils.require import OptionError, require, require_at_least, require_choice, require_range
 
 _SIZES = (
     "hidden_size",
@@ -38,7 +38,7 @@ _SIZES = (
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NUM_TAKEN = ("num_experts_per_tok", "top_k_experts")
 """Names of the numbers of experts, all and taken per token."""
-_ROTARY_NUMBERS = dict.fromkeys(
+_ROTARY_RANGES = dict.fromkeys(
     (
         "rope_theta", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor",
         "original_max_position_embeddings",
@@ -46,13 +46,14 @@ _ROTARY_NUMBERS = dict.fromkeys(
     "(0, inf)",
 ) | {"factor": "[1, inf)", "partial_rotary_factor": "(0, 1]"}  # fmt: skip
 """Intervals of rotary options."""
-_NUMBERS = {
+_RANGES: dict[str, int | str] = {
+    **dict.fromkeys(_SIZES, 1),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), "[0, inf)"),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "routed_scaling_factor"), "(0, inf)"),
     "initializer_range": "[0, inf)",
     "attention_dropout": "[0, 1]",
 }
-"""Intervals of further options that are numbers in every architecture that has them."""
+"""Minimum or interval of options that are numbers in every architecture that has them."""
 _SWITCHES = ("attention_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "use_qk_norm", "use_sliding_window")
 """Options that are true or false in every architecture that has them."""
 _WITH_PARTIAL_ROTARY = ("glm4_moe",)
@@ -242,15 +243,9 @@ def _check_values(config: Any, where: str) -> None:  # noqa: ANN401 - one class 
 
 def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
     """Refuse invalid sizes and numbers; not every architecture has all these options."""
-    for name, interval in _NUMBERS.items():
-        value = getattr(config, name, None)
-        if value is not None:
-            require_number(f"{where}: {name}", value, interval, _FETCH)
-    for name in _SIZES:
-        value = getattr(config, name, None)
-        if value is not None:
-            fits = is_number(value, int) and value >= 1
-            require(fits, f"{where}: {name}", "an integer of at least 1", value, "raise it")
+    for name, limit in _RANGES.items():
+        if getattr(config, name, None) is not None:
+            require_range(f"{where}: {name}", getattr(config, name), limit)
     for name in _SWITCHES:
         value = getattr(config, name, None)
         require(value is None or isinstance(value, bool), f"{where}: {name}", "true or false", value, _FETCH)
@@ -267,25 +262,22 @@ def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class p
 
 def _check_experts(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
     """Refuse numbers of experts from which a router cannot choose; a model without experts may have zeros."""
-    num_experts = _first_option(config, _NUM_EXPERTS)
-    num_taken = _first_option(config, _NUM_TAKEN)
-    if num_experts is None or num_taken is None or (num_experts[1], num_taken[1]) == (0, 0):
+    most = next((name for name in _NUM_EXPERTS if getattr(config, name, None) is not None), None)
+    taken = next((name for name in _NUM_TAKEN if getattr(config, name, None) is not None), None)
+    if most is None or taken is None:
         return
-    for name, value in (num_experts, num_taken):
-        require_at_least(f"{where}: {name}", value, 1)
-    (name, most), (option, taken) = num_experts, num_taken
-    fix = "fetch config.json again"
-    require(taken <= most, f"{where}: {option}", f"at most {name}, which is {most}", taken, fix)
+    num_experts, num_taken = getattr(config, most), getattr(config, taken)
+    if num_experts == num_taken == 0:
+        return
+    require_at_least(f"{where}: {most}", num_experts, 1)
+    require_at_least(f"{where}: {taken}", num_taken, 1)
+    expected = f"at most {most}, which is {num_experts}"
+    require(num_taken <= num_experts, f"{where}: {taken}", expected, num_taken, _FETCH)
 
 
 def _is_of_transformers(config: Any) -> bool:  # noqa: ANN401 - one class per architecture
     """Return whether a config's class is transformers' own; Python code of a source may know other names."""
     return type(config).__module__.startswith("transformers.")
-
-
-def _first_option(config: Any, names: Sequence[str]) -> tuple[str, Any] | None:  # noqa: ANN401 - one class per architecture
-    """Return name and value of the first option that a config has; ``None`` if it has none of them."""
-    return next(((name, value) for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 def _check_rope(config: Any, overrides: Mapping[str, Any]) -> None:  # noqa: ANN401 - one class per architecture
@@ -308,9 +300,9 @@ def _check_rotary(config: Any, where: str) -> None:  # noqa: ANN401 - one class 
     rope = getattr(config, "rope_parameters", None) or {}
     groups = [rope, *(group for group in rope.values() if isinstance(group, Mapping))]  # by type of layer, in some
     for group in groups:
-        for name, interval in _ROTARY_NUMBERS.items():
+        for name, interval in _ROTARY_RANGES.items():
             if group.get(name) is not None:
-                require_number(f"{where}: {name}", group[name], interval, _FETCH)
+                require_range(f"{where}: {name}", group[name], interval)
         if "rope_type" in group and _is_of_transformers(config):
             require_choice(f"{where}: rope_type", group["rope_type"], ("default", *ROPE_INIT_FUNCTIONS))
         if group.get("rope_type") != "longrope" or group.get("short_factor") == group.get("long_factor"):

@@ -107,10 +107,11 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
     async def complete(request: Request) -> Response:
         return await service.answer(CompletionRequest, request)
 
-    has_template = bool(service.model.tokenizer.chat_template)
+    tokenizer = service.model.tokenizer
     card = {"id": service.name, "object": "model", "created": 0, "owned_by": "refusion-lit"}
-    card |= {"has_chat_template": has_template}  # without, the page sends no history
-    card |= {"decoder": type(worker.decoder).__name__, "characters": alphabet(service.model.tokenizer)}
+    # For the page, which sends no history to a model without a chat template.
+    card |= {"has_chat_template": bool(tokenizer.chat_template), "characters": alphabet(tokenizer)}
+    card |= {"decoder": type(worker.decoder).__name__}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -447,13 +447,6 @@ class TextFormat(JsonSchema):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
 
-    @model_validator(mode="after")
-    def check_schema(self) -> TextFormat:
-        """Refuse a schema that has no effect, and a missing schema."""
-        if ("schema_" in self.model_fields_set) != (self.type == "json_schema"):
-            raise ValueError("a schema belongs to the type json_schema, and to no other type")
-        return self
-
 
 class TextOptions(_Strict):
     """Options of the text in ``/v1/responses``."""
@@ -524,7 +517,7 @@ class ResponsesRequest(_AnyRequest):
         if self.tool_choice.name is not None:
             choice["function"] = {"name": self.tool_choice.name}
         form: dict[str, Any] = {"type": self.text.format.type}
-        if form["type"] == "json_schema":
+        if "schema_" in self.text.format.model_fields_set:
             form["json_schema"] = {"schema": self.text.format.schema_}
         try:
             return ChatRequest.model_validate(

@@ -59,6 +59,7 @@ _RESPONSES_NAMES = {
     "max_tokens": "max_output_tokens",
     "json_schema": "text.format",
     "response_format": "text.format",
+    "response_format.json_schema": "text.format",
     "messages": "input",
     "prompt": "input",
     "tool_choice.function.name": "tool_choice.name",
@@ -161,7 +162,11 @@ class ServedRequest:
         calls: dict[int, dict[str, Any]] = {}
         for piece in pieces:
             if isinstance(piece, CallPiece):
-                calls[piece.index] = _extend_call(calls.get(piece.index), piece)
+                call = calls.setdefault(piece.index, {"function": {"arguments": ""}})
+                if piece.name is not None:  # the call's first piece
+                    call |= {"id": new_call_id(), "type": "function"}
+                    call["function"]["name"] = piece.name
+                call["function"]["arguments"] += piece.arguments
         has_calls = job.reader is not None and job.reader.num_calls > 0
         reason = job.result and ("stop" if job.result.finish_reason in ("eos", "stop") else "length")
         reason = "tool_calls" if has_calls and reason == "stop" else reason
@@ -194,17 +199,6 @@ def _count_thought_tokens(job: Job) -> int:
         return bisect_left(range(len(tokens)), num_characters, key=lambda num: len(job.detokenize(tokens[:num])))
 
     return sum(count_tokens(end) - count_tokens(start) for start, end in job.reader.thought_spans)
-
-
-def _extend_call(call: dict[str, Any] | None, piece: CallPiece) -> dict[str, Any]:
-    """Return a call in OpenAI's form with a further piece."""
-    if call is None and piece.name is None:
-        return {"function": {"arguments": piece.arguments}}
-    if call is None:
-        head = {"id": new_call_id(), "type": "function"}
-        return head | {"function": {"name": piece.name, "arguments": piece.arguments}}
-    function = call["function"]
-    return call | {"function": function | {"arguments": function["arguments"] + piece.arguments}}
 
 
 class Service:

@@ -84,6 +84,11 @@ def require_number(option: str, value: float, interval: str, fix: str = "set it 
     require(is_inside, option, f"a number in {interval}", value, fix)
 
 
+def require_range(option: str, value: float, limit: float | str) -> None:
+    """Refuse a value below a minimum, see :func:`require_at_least`, or outside an interval."""
+    (require_number if isinstance(limit, str) else require_at_least)(option, value, limit)  # type: ignore[arg-type]
+
+
 def require_choice(option: str, value: object, choices: Sequence[object]) -> None:
     """Refuse a value that is not among the choices, because Python does not check literal types."""
     require(value in choices, option, f"one of {', '.join(map(str, choices))}", value, "choose one of them")
@@ -109,10 +114,8 @@ def check_options(options: DataclassInstance, prefix: str = "") -> None:
             continue
         if choices:
             require_choice(option, value, choices)
-        if isinstance(limit, str):
-            require_number(option, value, limit)
-        elif limit is not None:
-            require_at_least(option, value, limit)
+        if limit is not None:
+            require_range(option, value, limit)
 
 
 @cache
