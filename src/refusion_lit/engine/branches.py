@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from refusion_lit.engine.decoder import RowState
-from refusion_lit.engine.requests import Branch
+from refusion_lit.engine.requests import Branch, Proposal
 
 FEW_POSITIONS = 16
 """Up to this number, a CPU computes logits hardly slower than for a single position: reading the LM head's weights
 dominates. So few masks are read at once, even if they may not be needed."""
+
+
+@dataclass(kw_only=True)
+class DraftState(RowState):
+    """State of decoders that verify drafts.
+
+    Attributes:
+        drafts: Drafts of the tokens after the committed tokens.
+        proposals: The drafts with their distributions, for rejection sampling.
+    """
+
+    drafts: list[int] = field(default_factory=list)
+    proposals: list[Proposal] = field(default_factory=list)
 
 
 @dataclass(slots=True)

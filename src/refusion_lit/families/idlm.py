@@ -7,7 +7,7 @@ Qwen3 in SDAR's layout.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -15,9 +15,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from refusion_lit.engine.branches import text_branch, up_to_eos
-from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
-from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Proposal, Steps
+from refusion_lit.engine.branches import DraftState, branch_after, text_branch, up_to_eos
+from refusion_lit.engine.decoder import Decoder, ModelRequirements
+from refusion_lit.engine.requests import Draw, Forward, MoreDrafts, Steps
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.learning.objective import Head, MaskRatio, Objective, mask_probability, required_mask_id
@@ -56,19 +56,6 @@ register(
 )
 
 
-@dataclass(kw_only=True)
-class StridedState(RowState):
-    """State of introspective strided decoding.
-
-    Attributes:
-        drafts: Drafts of the tokens after the committed tokens.
-        proposals: The drafts with their distributions, for rejection sampling.
-    """
-
-    drafts: list[int] = field(default_factory=list)
-    proposals: list[Proposal] = field(default_factory=list)
-
-
 @dataclass(frozen=True, kw_only=True)
 class IntrospectiveStrided(Decoder):
     """Verifies drafts and makes the next drafts in a single forward, with the text of :class:`Autoregressive`.
@@ -104,13 +91,13 @@ class IntrospectiveStrided(Decoder):
     shares = "all_but_last"
     refuses = "it decodes from left to right, and sees no text on the right of a token"
 
-    state = StridedState
+    state = DraftState
     ranges = {"stride": 1, "num_verified": 0}
     stride: int = 4
     num_verified: int | None = None
     coupling: Literal["shared_noise", "rejection"] = "shared_noise"
 
-    def step(self, state: StridedState) -> Steps[None]:  # type: ignore[override]
+    def step(self, state: DraftState) -> Steps[None]:  # type: ignore[override]
         """Read the prompt, if that is not done; then run a forward that verifies and drafts."""
         draw = Draw(sampling=state.sampling, with_probability=False)
         rejects = self.coupling == "rejection" and state.sampling.temperature > 0
@@ -127,11 +114,9 @@ class IntrospectiveStrided(Decoder):
         num_masks = max(min(self.stride - 1, room - len(fed) - 1), 0)
         last = first or [state.tokens[place - 1]]
         tokens = [*last, *fed, *[state.mask_token_id] * num_masks]
-        branch = Branch(
-            tokens=tokens,
-            positions=range(state.num_cached, state.num_cached + len(tokens)),
-            visible=((0, state.num_cached),),
-            write_at=state.num_cached,
+        branch = branch_after(
+            state.num_cached,
+            tokens,
             shift=1,
             draft_at=range(len(fed) + 1 if rejects else len(tokens)),
             proposals=dict(enumerate(state.proposals[: len(drafts)][: self.num_verified])),

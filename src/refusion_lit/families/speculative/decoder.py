@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
-from refusion_lit.engine.branches import FEW_POSITIONS, Acceptance, branch_after, text_between, up_to_eos
+from refusion_lit.engine.branches import FEW_POSITIONS, Acceptance, DraftState, branch_after, text_between, up_to_eos
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState
-from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Proposal, Reading, Steps
+from refusion_lit.engine.requests import Branch, Draw, Forward, MoreDrafts, Reading, Steps
 from refusion_lit.families.autoregressive.decoder import Autoregressive
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
@@ -47,17 +47,13 @@ _ADAPTERS = 0.2
 
 
 @dataclass(kw_only=True)
-class SpeculativeState(RowState):
+class SpeculativeState(DraftState):
     """State of self-speculative decoding.
 
     Attributes:
-        drafts: Drafts of the tokens after the committed tokens.
-        proposals: Drafts with their distributions, for rejection sampling.
         acceptance: Acceptance rate of recent drafts.
     """
 
-    drafts: list[int] = field(default_factory=list)
-    proposals: list[Proposal] = field(default_factory=list)
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(num_assumed=_NUM_ASSUMED, half_life=_HALF_LIFE))
 
 
