@@ -153,12 +153,13 @@ class Chat:
         context = self.model.model_for(decoder).context(in_text_order=decoder.keeps_text_order)
         room = self.setup.sampling.max_new_tokens
         num_turns = len(self.turns) if self.model.tokenizer.chat_template else 0
-        for num_left_out in range(num_turns + 1):
-            ids = self.model.encode(question, self.messages(question, num_turns - num_left_out))
-            if context is None or len(ids) + room <= context:
-                break
-        if num_left_out:
-            self.console.print(f"{num_left_out} earlier turns are left out: the context is full", style="yellow")
+        kept = num_turns
+        ids = self.model.encode(question, self.messages(question, kept))
+        while context is not None and len(ids) + room > context and kept > 0:
+            kept -= 1
+            ids = self.model.encode(question, self.messages(question, kept))
+        if kept < num_turns:
+            self.console.print(f"{num_turns - kept} earlier turns are left out: the context is full", style="yellow")
         return ids
 
     def _print(self, text: str) -> None:

@@ -300,7 +300,7 @@ def _check_groups(parser: LightningArgumentParser, values: Mapping[str, Any], pa
         )
 
 
-def _find_file(message: str, args: Sequence[str], files: Mapping[Path, Mapping[str, Any]]) -> str:
+def _find_file(message: str, args: Sequence[str], files: dict[Path, dict[str, Any]]) -> str:
     """Return ``FILE: `` for the last config that sets an error's option; an empty text if the command line does."""
     option = re.sub(r"unknown option '(.+?)'", r"\1:", message).partition(":")[0]
     given = [arg.partition("=")[0].replace(".init_args", "") for arg in args]

@@ -234,7 +234,7 @@ def _find_missing_class(action: Any, value: Any, previous: Any) -> str | None:  
     """
     known = _subclasses(action)
     entries = [("", value, previous)]
-    if dict in map(get_origin, (action._typehint, *get_args(action._typehint))):  # classes by name
+    if dict in [get_origin(hint) for hint in (action._typehint, *get_args(action._typehint))]:  # classes by name
         if not isinstance(value, Mapping):
             return f"expected classes by name, got {value!r}; write {{NAME: {value if value in known else 'CLASS'}}}"
         entries = [(f"{name}: ", entry, (previous or {}).get(name)) for name, entry in value.items()]
