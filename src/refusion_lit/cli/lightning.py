@@ -372,6 +372,8 @@ def _check_trainer(trainer: Namespace, subcommand: str) -> None:
     split = {"fit": "train", "validate": "val"}.get(subcommand, subcommand)
     option = f"limit_{split}_batches"
     require(trainer.get(option) != 0, f"trainer.{option}", "some batches", 0, "leave it out for all")
+    for option in ("max_steps", "max_epochs") if subcommand == "fit" else ():
+        require(trainer[option] != 0, f"trainer.{option}", "at least 1, or -1 for no limit", 0, "raise it")
 
 
 def _choose_precision(trainer: Namespace) -> None:
