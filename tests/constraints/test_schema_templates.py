@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 from refusion_lit import load
 from refusion_lit.constraints import schema_templates
 from refusion_lit.contrib import CARD
-from refusion_lit.decoding import Decoder, FastDLLM, LLaDA, ReFusion
+from refusion_lit.decoding import Autoregressive, Decoder, FastDLLM, LLaDA, ReFusion
 from refusion_lit.text_model import TextModel
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.example_counts import examples
 from support.tiny import make_bytes_base
+from support.tokenizer_zoo import make_model
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "models"
 DECODERS = [
@@ -253,6 +254,21 @@ def test_optional_properties_and_items_may_be_left_out_or_not(model: TextModel) 
     assert "a" in json.loads(text)
     assert names == {("c",), ("a", "b", "c"), ("b", "c"), ("a", "c")}
     assert lengths == {1, 2, 3}
+
+
+def test_a_tokenizer_that_puts_a_space_before_texts_keeps_schemas(tmp_path: Path) -> None:
+    """As RoBERTa's byte-level tokenizer does (``add_prefix_space``)."""
+    folder = make_model("gpt2", tmp_path)
+    path = folder / "tokenizer.json"
+    values = json.loads(path.read_text())
+    values["pre_tokenizer"]["add_prefix_space"] = True
+    path.write_text(json.dumps(values))
+    model = load(folder, device="cpu")
+    schema = {"type": "object", "properties": {"a": {"enum": ["is", "in"]}}, "required": ["a"]}
+    for decoder in (Autoregressive(), ReFusion(slot_size=4)):
+        model.backbone.traits = ModelTraits(attention="causal", predictions=tuple(decoder.requirements().predictions))
+        [row] = model.generate(["x"], decoder=decoder, json_schema=schema, max_new_tokens=64)
+        jsonschema.validate(json.loads(row.text), schema)
 
 
 def test_a_tokenizer_without_a_character_is_refused() -> None:

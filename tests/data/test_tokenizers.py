@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -232,6 +233,21 @@ def test_a_damaged_generation_config_is_refused(tmp_path, bpe, content: str, exp
     bpe.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ValueError, match=rf"^backbone\.source: .*{expected}"):
+        PretrainedTokenizer(source=str(tmp_path)).build(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("add_bos", "yes"), ("draws_padding", "no"), ("chat_template_kwargs", "x"), ("ends_of_sequence", "x"),
+        ("ends_of_sequence", [99_999]),
+    ],
+)  # fmt: skip
+def test_entries_of_another_type_are_refused_by_name(tmp_path, bpe, name: str, value: Any) -> None:
+    bpe.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(ValueError, match=rf"tokenizer_config\.json of .*: {name}: expected"):
         PretrainedTokenizer(source=str(tmp_path)).build(None)
 
 

@@ -61,15 +61,17 @@ class GrammarCompiler:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special: SpecialTokens) -> None:
         try:
             self._library: Any = importlib.import_module("llguidance")
-            wrap: Any = importlib.import_module("llguidance.hf").from_tokenizer
         except ImportError as error:
             message = f"{OPTION}: needs the package llguidance; run pip install llguidance."
             raise OptionError(message, OPTION) from error
         self.eos_token_ids = list(special.eos_token_ids)
         self.vocab_size = special.vocab_size
         self.hub_tokenizer = tokenizer
+        # A byte-level tokenizer may put a space before every text, but llguidance encodes parts of a text.
+        backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined] - all our tokenizers are fast tokenizers
+        text = backend.to_str().replace('"add_prefix_space":true', '"add_prefix_space":false')
         try:
-            self.tokenizer = wrap(tokenizer, n_vocab=self.vocab_size, eos_token=self.eos_token_ids)
+            self.tokenizer = self._library.LLTokenizer(text, n_vocab=self.vocab_size, eos_token=self.eos_token_ids)
         except ValueError as error:
             message = f"{OPTION}: this tokenizer cannot keep a schema: {error}; leave it out."
             raise OptionError(message, OPTION) from error

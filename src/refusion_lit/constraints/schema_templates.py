@@ -171,8 +171,9 @@ class TemplateCompiler:
         self._tokenizer = tokenizer
         special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         prefix = encode_text(tokenizer, "1")  # SentencePiece drops the space at the beginning of a text
+        start = len(str(tokenizer.decode(prefix)))  # others put a space there
         texts = tokenizer.batch_decode([[*prefix, token] for token in range(vocab_size)])
-        self._texts = ["" if token in special else text[1:] for token, text in enumerate(texts)]
+        self._texts = ["" if token in special else text[start:] for token, text in enumerate(texts)]
         self._sets: dict[tuple[str, ...], Tensor] = {}
         self._ids: dict[str, list[int]] = {}
         for token, text in enumerate(self._texts):

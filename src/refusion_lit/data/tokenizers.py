@@ -16,10 +16,13 @@ import transformers
 from tokenizers import ByteLevelBPETokenizer, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from refusion_lit.modeling.chat_template import CHAT_OPTIONS
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.source import ModelSource
 from refusion_lit.modeling.vocabulary import (
+    ADD_BOS,
     DRAWS_PADDING,
+    EOS_IDS,
     add_eos_tokens,
     ensure_mask_token,
     mask_is_new,
@@ -27,7 +30,7 @@ from refusion_lit.modeling.vocabulary import (
 )
 from refusion_lit.tasks.base import Example, Task
 from refusion_lit.utils.errors import error_reason
-from refusion_lit.utils.require import is_number, require, require_at_least
+from refusion_lit.utils.require import is_number, require, require_at_least, require_choice
 
 _PAD = "<|pad|>"
 _EOS = "<|eos|>"
@@ -192,12 +195,13 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     fix = "copy tokenizer.json and tokenizer_config.json there, or name another source"
     require(has_tokens, "tokenizer.source", f"a tokenizer's files in {source.name}", None, fix)
     vocabulary = tokenizer.get_vocab()
+    _check_entries(tokenizer.init_kwargs, {*vocabulary.values()}, source.name)
     ends = _configured_eos_ids(source, {*vocabulary.values()})
-    if tokenizer.eos_token_id is None and ends:
+    if not tokenizer.eos_token and ends:
         tokenizer.add_special_tokens({"eos_token": str(tokenizer.convert_ids_to_tokens(ends[0]))})
     expected = f"an end-of-sequence token in {source.name}"
     fix = "set eos_token in its tokenizer_config.json"
-    require(tokenizer.eos_token_id is not None, "tokenizer.source", expected, None, fix)
+    require(bool(tokenizer.eos_token), "tokenizer.source", expected, None, fix)
     mask_token_id = source.values.get("mask_token_id")
     if mask_token_id is not None:
         require_at_least(f"backbone.source: mask_token_id in the config of {source.name}", mask_token_id, 0)
@@ -402,6 +406,25 @@ def _without_truncation(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokeniz
     tokenizer.backend_tokenizer.no_truncation()  # type: ignore[attr-defined]
     tokenizer.backend_tokenizer.no_padding()  # type: ignore[attr-defined]
     return tokenizer
+
+
+def _check_entries(values: Mapping[str, Any], known: Set[int], name: str) -> None:
+    """Refuse values of another type in our entries of a source's ``tokenizer_config.json``.
+
+    Args:
+        values: The file's contents.
+        known: All ids of the tokenizer.
+        name: The directory or hub id.
+    """
+    where, fix = f"tokenizer_config.json of {name}: ", "correct or remove it"
+    require_choice(where + ADD_BOS, values.get(ADD_BOS, "auto"), ("auto", True, False))
+    draws = values.get(DRAWS_PADDING, False)
+    require(isinstance(draws, bool), where + DRAWS_PADDING, "true or false", draws, fix)
+    options = values.get(CHAT_OPTIONS) or {}
+    require(isinstance(options, Mapping), where + CHAT_OPTIONS, "a mapping of names to values", options, fix)
+    ends = values.get(EOS_IDS, [])
+    are_ids = isinstance(ends, list) and all(is_number(token, int) and token in known for token in ends)
+    require(are_ids, where + EOS_IDS, "a list of ids of the tokenizer", ends, fix)
 
 
 def _configured_eos_ids(source: ModelSource, known: Set[int]) -> list[int]:
