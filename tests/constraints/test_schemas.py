@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -243,6 +244,13 @@ UNKEPT: list[tuple[dict[str, Any], str]] = [
 def test_what_llguidance_would_not_keep_is_refused(model: TextModel, schema: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"json_schema: {message}"):
         make_constraint(model, schema)
+
+
+def test_many_patterns_are_refused_and_repeated_ones_are_not(model: TextModel) -> None:
+    for num_patterns, is_kept in ((101, False), (1, True)):
+        options = [{"type": "string", "pattern": f"^a{i % num_patterns}$"} for i in range(101)]
+        with nullcontext() if is_kept else pytest.raises(ValueError, match=r"^json_schema: .*patterns, got 101"):
+            make_constraint(model, {"anyOf": options})
 
 
 COMMON: list[dict[str, Any]] = [

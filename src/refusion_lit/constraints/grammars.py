@@ -38,8 +38,10 @@ MAX_COMPLETION = 2048
 """Maximum completion length in tokens."""
 _LONG_NUMBER = re.compile(rb"([0-9]{150}|[eE][+-]?[0-9]{3,})\Z")
 """Matches the end when the last number may be infinite as a float."""
-_MAX_STATES = 256
-"""Maximum number of cached states for single strings."""
+_MAX_PATTERNS = 100
+"""Maximum number of different patterns in a schema: the search for a string's end may try all of them."""
+_MAX_STATES = 4096
+"""Maximum number of cached states for single strings; a pattern needs about 13 of them."""
 _MAX_DEPTH = 64
 """Maximum nesting depth in a text, because parsers and validators are recursive."""
 
@@ -174,6 +176,8 @@ class StringEnds:
     def __init__(self, compiler: GrammarCompiler, schemas: Iterable[object]) -> None:
         self._compiler = compiler
         self._schemas = [*{json.dumps(pattern): None for schema in schemas for pattern in list_patterns(schema)}]
+        num = len(self._schemas)
+        require(num <= _MAX_PATTERNS, OPTION, f"at most {_MAX_PATTERNS} different patterns", num, "use fewer")
         self._states: dict[tuple[str, int], GrammarState | None] = {}
         self._last_ends: dict[str, list[int]] = {}
 
