@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -37,14 +36,13 @@ from refusion_lit.reports.results import (
     with_class,
     without_speeds,
 )
-from refusion_lit.reports.runs import Run, parse_predictions
 from refusion_lit.reports.tables import print_figures
 from refusion_lit.reports.write import report_results
 from refusion_lit.tasks.base import Task, score_response
 from refusion_lit.text_model import TextModel, check_plan
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.errors import NothingToDoError, error_reason
-from refusion_lit.utils.files import Fingerprint, meta_path, read_object, write_atomically
+from refusion_lit.utils.files import Fingerprint, meta_path, read_object, write_json_atomically
 from refusion_lit.utils.require import OptionError, require
 
 _T = TypeVar("_T")
@@ -74,7 +72,6 @@ class _DecoderState:
         fingerprint: What its predictions depend on.
         file: Where the first process writes predictions; ``None`` in the other processes.
         done: Ids that an interrupted run has decoded.
-        lines: All predictions in a test; empty in other processes and in ``predict``.
         metrics: Counts in a test, which the first process keeps; ``None`` in ``predict``.
         call_shapes: The model's calls in a test.
         is_warm: Whether the decoder has decoded a prompt that is not timed.
@@ -84,7 +81,6 @@ class _DecoderState:
     fingerprint: Fingerprint
     file: PredictionsFile | None = None
     done: set[str] = field(default_factory=set)
-    lines: list[dict[str, Any]] = field(default_factory=list)
     metrics: DecodingMetrics | None = None
     call_shapes: CallShapes = field(default_factory=CallShapes)
     is_warm: bool = False
@@ -109,7 +105,6 @@ class _DecoderState:
                 f"({error_reason(error)}); start again without resume.",
                 "resume",
             ) from error
-        self.lines = file.kept
 
 
 class Evaluation(L.Callback):
@@ -344,7 +339,6 @@ class Evaluation(L.Callback):
                 sys.stderr.write(f"{name}: scores are missing (0 in tables) until `refusion-lit score` computes them\n")
             scores = [line["score"] or 0.0 for line in lines]
             state.metrics.update(output, scores, [line.get("metrics", {}) for line in lines])
-            state.lines += lines
             snapshot = state.metrics.snapshot()
             state.call_shapes.merge(output.call_shapes)
             snapshot[_CALL_SHAPES] = state.call_shapes.lines()
@@ -400,10 +394,8 @@ class Evaluation(L.Callback):
         title = f"{num_prompts} prompts, batch size {self._batch_size}"
         notes = [note for note in [note_on_speeds(results)] if note]
         print_figures(title, ["decoder"], rows, metrics=self._task.metrics, notes=notes)
-        text = json.dumps(results, indent=2)
-        write_atomically(self._directory / RESULTS, f"{text}\n")
-        predictions = {name: parse_predictions(state.lines) for name, state in self._running.items()}
-        report_results(self._directory, Run.from_test(self._directory, json.loads(text), predictions))
+        write_json_atomically(self._directory / RESULTS, results)
+        report_results(self._directory / RESULTS)
 
     def _measure_latency(self, options: LatencyOptions) -> dict[str, Any]:
         """Measure all decoders in turns on prompts of the test."""

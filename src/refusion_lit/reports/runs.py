@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from refusion_lit.reports.results import RESULTS, format_options, parse_results, read_results
+from refusion_lit.reports.results import RESULTS, format_options, read_results
 from refusion_lit.utils.files import read_fingerprint, read_object
 from refusion_lit.utils.require import require
 
@@ -49,19 +49,6 @@ class Run:
     results: dict[str, Any]
     options: dict[str, Any]
     predictions: dict[str, dict[str, ScoredPrediction]]
-
-    @classmethod
-    def from_test(cls, directory: Path, results: Any, predictions: dict[str, dict[str, ScoredPrediction]]) -> Run:  # noqa: ANN401 - JSON
-        """Create the run for a test that has just ended.
-
-        Args:
-            directory: The run's directory.
-            results: Content of the run's ``results.json``.
-            predictions: Predictions by decoder and prompt id.
-        """
-        results = parse_results(results, directory / RESULTS) or {}
-        source = _source_name(directory)
-        return cls(name=directory.resolve().name, source=source, results=results, options={}, predictions=predictions)
 
 
 def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
@@ -222,11 +209,6 @@ def _read_predictions(path: Path, notes: list[str]) -> dict[str, ScoredPredictio
                 continue
             predictions.setdefault(identity, prediction)
     return predictions
-
-
-def parse_predictions(lines: Iterable[Mapping[str, Any]]) -> dict[str, ScoredPrediction]:
-    """Return a test's predictions by prompt id."""
-    return dict(map(_parse, lines))
 
 
 def _parse(values: Mapping[str, Any]) -> tuple[str, ScoredPrediction]:

@@ -96,15 +96,15 @@ def _print_notes(notes: Sequence[str]) -> None:
     sys.stderr.writelines(f"note: {note}\n" for note in notes)
 
 
-def report_results(directory: Path, run: Run | None = None) -> None:
+def report_results(path: Path) -> None:
     """Write a finished test's or sweep's report; warn if that fails, because its results are already on disk.
 
     Args:
-        directory: The test's or sweep's directory.
-        run: The finished test; by default the directory is read.
+        path: The test's ``results.json``, or the sweep's directory.
     """
+    directory = path.parent if path.is_file() else path
     try:
-        comparison = compare([run], []) if run else compare(*read_runs([directory]))
+        comparison = compare(*read_runs([path]))
         _print_notes([note for note in comparison.notes if note not in NOTES_ON_SPEEDS])  # the printed table has them
         sys.stderr.write(f"report: {write_comparison(comparison, directory / 'report')[0]}\n")
     except (ValueError, OSError) as error:
