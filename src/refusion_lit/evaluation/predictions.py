@@ -176,7 +176,6 @@ class PredictionsFile:
 
     Attributes:
         path: The file.
-        kept: The interrupted run's predictions.
         done: All ids in the file.
         state: The last ``state`` given to :meth:`write`; ``None`` at the start.
 
@@ -186,7 +185,7 @@ class PredictionsFile:
 
     def __init__(self, path: Path, fingerprint: Fingerprint, *, resume: bool = False) -> None:
         self.path = path
-        self.kept: list[dict[str, Any]] = []
+        self.done: set[str] = set()
         self.state: Any = None
         self._fingerprint = json.loads(json.dumps(fingerprint, default=str))
         try:
@@ -196,7 +195,6 @@ class PredictionsFile:
             try:
                 is_new = not path.is_file() or (_is_empty(path) and not meta_path(path).exists())
                 content = b"" if is_new or not resume else self._read()
-                self.done = {str(line["id"]) for line in self.kept}
                 path.open("a").close()  # if the file cannot be written, the meta file must stay as it is
                 self._write_meta()  # before the file is emptied, so that a kill never leaves a wrong number of lines
                 write_atomically(path, content)
@@ -247,13 +245,12 @@ class PredictionsFile:
             fingerprint = {key: meta["fingerprint"][key] for key in self._fingerprint}
             num_lines, self.state = int(meta["progress"]["num_lines"]), meta["progress"]["state"]
             lines = self.path.read_bytes().split(b"\n")[: max(num_lines, 0)]
-            self.kept = [json.loads(line) for line in lines]
-            num_kept = len({str(line["id"]) for line in self.kept})
+            self.done = {str(json.loads(line)["id"]) for line in lines}
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
-            num_lines, num_kept, lines, fingerprint = 1, 0, [], {}
+            num_lines, lines, fingerprint = 1, [], {}
         expected = f"the predictions of an interrupted run in {self.path}, and their fingerprint beside them"
         fix = "start again without resume, or choose another file"
-        require(num_kept == num_lines, "resume", expected, "another file, or a changed one", fix)
+        require(len(self.done) == num_lines, "resume", expected, "another file, or a changed one", fix)
         fix = "Give the options that it was made with, or start again without resume"
         check_fingerprint("resume", str(self.path), fingerprint, self._fingerprint, fix=fix)
         return b"".join(line + b"\n" for line in lines)
