@@ -362,8 +362,10 @@ class Evaluation(L.Callback):
         if trainer.is_global_zero and self.results:
             self._report()
         trainer.strategy.barrier("results written")
+        # All processes have the same figures. Without sync_dist, Lightning would warn; the maximum keeps every digit.
+        options: dict[str, Any] = {"sync_dist": trainer.world_size > 1, "reduce_fx": "max"}
         for name, figures in self.results.items():
-            pl_module.log_dict({f"test/{name}/{figure}": float(value) for figure, value in figures.items()})
+            pl_module.log_dict({f"test/{name}/{figure}": float(value) for figure, value in figures.items()}, **options)
 
     on_predict_end = on_test_epoch_end
 
