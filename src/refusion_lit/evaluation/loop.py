@@ -363,9 +363,9 @@ class Evaluation(L.Callback):
             self._report()
         trainer.strategy.barrier("results written")
         # All processes have the same figures. Without sync_dist, Lightning would warn; the maximum keeps every digit.
-        options: dict[str, Any] = {"sync_dist": trainer.world_size > 1, "reduce_fx": "max"}
         for name, figures in self.results.items():
-            pl_module.log_dict({f"test/{name}/{figure}": float(value) for figure, value in figures.items()}, **options)
+            values = {f"test/{name}/{figure}": float(value) for figure, value in figures.items()}
+            pl_module.log_dict(values, sync_dist=True, reduce_fx="max")
 
     on_predict_end = on_test_epoch_end
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import lightning as L
 import torch
@@ -59,13 +58,13 @@ class Validation(L.Callback):
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=-1)
         return corrupt_and_check(self._objective, batch, noise, special_tokens, mask_ratio=ratio)
 
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Log the losses."""
         # All processes have the same means. Without sync_dist, Lightning would warn; the maximum keeps every digit.
-        options: dict[str, Any] = {"sync_dist": trainer.world_size > 1, "reduce_fx": "max"}
         for name, mean in self.means.compute().items():
             is_loss = name == "total"
-            pl_module.log("val/loss" if is_loss else f"val/{name}", mean.float(), prog_bar=is_loss, **options)
+            name = "loss" if is_loss else name
+            pl_module.log(f"val/{name}", mean.float(), prog_bar=is_loss, sync_dist=True, reduce_fx="max")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Exclude the validation from the training time."""
