@@ -89,27 +89,6 @@ def checkpoint(trained: Path) -> str:
     return str(path)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def filled_parsers() -> Iterator[None]:
-    """Fill the parser of each Trainer command once in a process, which takes half the time of a short command."""
-    from refusion_lit.cli.lightning import RefusionCLI, _ParseOnly
-
-    fill = RefusionCLI._prepare_subcommand_parser
-    filled: dict[str, tuple[Any, list[str]]] = {}
-
-    def prepare(cli: RefusionCLI, klass: type, subcommand: str, **options: Any) -> Any:
-        if isinstance(cli, _ParseOnly) or cli._args[0] != subcommand:  # callers of _ParseOnly may change the parsers
-            return fill(cli, klass, subcommand, **options)
-        if subcommand not in filled:
-            filled[subcommand] = fill(cli, klass, subcommand, **options), cli._subcommand_method_arguments[subcommand]
-        parser, cli._subcommand_method_arguments[subcommand] = filled[subcommand]
-        return parser
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RefusionCLI, "_prepare_subcommand_parser", prepare)
-        yield
-
-
 @pytest.fixture(autouse=True)
 def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the plots of reports empty, because drawing takes half the time of a short ``test``.

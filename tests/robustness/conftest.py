@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from cli.conftest import QUICKSTART, TINY, filled_parsers, pictures  # noqa: F401 - fixtures
+from cli.conftest import QUICKSTART, TINY, pictures  # noqa: F401 - a fixture
 from refusion_lit.cli import main
 from support.forks import finished, forked
 
