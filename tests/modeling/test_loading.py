@@ -192,7 +192,8 @@ def test_every_added_row_starts_as_the_mean(tmp_path: Path) -> None:
     path = stored(tmp_path / "model", {})
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.add_tokens(["x1", "x2"])
-    backbone = BackboneConfig(source=str(path)).build(tokenizer, seed=4)
+    with pytest.warns(UserWarning, match="tokenizer: expected at most 11 tokens, .*'x1', 'x2'"):
+        backbone = BackboneConfig(source=str(path)).build(tokenizer, seed=4)
     for weight in (backbone.model.get_input_embeddings().weight, backbone.head.weight):
         assert len(weight) == 13
         torch.testing.assert_close(weight[11:], weight[:11].mean(0).expand(2, -1))
@@ -496,6 +497,7 @@ def test_the_type_to_decode_in_is_the_stored_one_where_it_is_fast(
     assert decoding_dtype(SimpleNamespace(dtype=stored and getattr(torch, stored)), device) == expected
 
 
+@pytest.mark.filterwarnings("ignore:tokenizer")  # a larger vocabulary than the model's
 @pytest.mark.parametrize("has_instructions", [True, False])
 def test_auto_loads_a_directory_in_its_own_type(
     tmp_path: Path, has_instructions: bool, monkeypatch: pytest.MonkeyPatch

@@ -57,4 +57,4 @@ def test_the_mouse_finds_every_point_and_a_plot_opens_alone(chrome: object, tmp_
             })""",
         )
         assert len(set(actual)) == 6
-        assert all(title.startswith("refusion (slot_size ") for title in actual)
+        assert all(title.startswith("refusion (slot_size=") for title in actual)

@@ -33,7 +33,7 @@ def test_a_pretrained_model_is_trained_on_rows(tmp_path: Path, make: str, capsys
     task: Any = {
         "task": InstructionFiles.from_rows(ROWS, validation_fraction=0.25),
         "torch": Rows(),
-        "splits": {"train": ROWS, "validation": ROWS[:1]},
+        "splits": {"train": ROWS, "validation": [{**ROWS[0], "prompt": "Where is Metz?"}]},
     }[make]
     tokenizer: Any = source if make == "splits" else PretrainedTokenizer(source=source)
     data = InstructionDataModule(task, tokenizer, batch_size=2, show_samples=1)

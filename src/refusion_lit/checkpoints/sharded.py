@@ -36,12 +36,18 @@ def load_sharded(path: str | Path, tensors: dict[str, Tensor]) -> None:
         tensors: Tensors to fill, by their names in the module that was saved.
 
     Raises:
-        ValueError: If the index is unsafe, or a tensor is missing or has another shape.
+        ValueError: If the index is unsafe, or a tensor is missing, has another shape, or holds integers in place of
+            floating-point numbers.
     """
     check_index(Path(path) / INDEX)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
+            stored = distributed_checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
+            for name, tensor in tensors.items():  # loading would convert the numbers
+                dtype = getattr(getattr(stored.get(f"state_dict.{name}"), "properties", None), "dtype", tensor.dtype)
+                if dtype.is_floating_point != tensor.is_floating_point():
+                    raise TypeError(f"{name} holds numbers of type {dtype}, not {tensor.dtype}")
             distributed_checkpoint.load({"state_dict": tensors}, checkpoint_id=str(path), no_dist=True)
     except Exception as error:
         raise ValueError(  # torch lists processes first

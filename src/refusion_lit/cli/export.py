@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -197,7 +197,7 @@ def _upload(directory: str, repository: str) -> None:
 def atomic_directory(path: str | Path) -> Iterator[Path]:
     """Yield a hidden directory to fill. It gets its name when the block ends without an error.
 
-    After an error, the directory is removed.
+    After an error, the directory and the parent directories that were created for it are removed.
 
     Args:
         path: The directory to create, named by the option ``output``; it may exist if it is empty.
@@ -207,6 +207,7 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
     """
     target = Path(path).resolve()
     unfinished = target.with_name(f".{target.name}.unfinished")
+    missing = [parent for parent in target.parents if not parent.exists()]
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     try:
         unfinished.mkdir(parents=True)
@@ -224,6 +225,9 @@ def atomic_directory(path: str | Path) -> Iterator[Path]:
             unfinished.replace(target)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
+        for parent in missing:
+            with suppress(OSError):
+                parent.rmdir()
         reason = write_error_reason(error)
         if reason is None or isinstance(error, ValueError) or not isinstance(error, Exception):
             raise

@@ -33,6 +33,7 @@ from refusion_lit.reports.results import (
     note_on_speeds,
     ran_concurrently,
     read_latency,
+    read_results,
     with_class,
     without_speeds,
 )
@@ -42,7 +43,7 @@ from refusion_lit.tasks.base import Task, score_response
 from refusion_lit.text_model import TextModel, check_plan
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from refusion_lit.utils.errors import NothingToDoError, error_reason
-from refusion_lit.utils.files import Fingerprint, meta_path, read_object, write_json_atomically
+from refusion_lit.utils.files import Fingerprint, meta_path, write_json_atomically
 from refusion_lit.utils.require import OptionError, require
 
 _T = TypeVar("_T")
@@ -261,8 +262,10 @@ class Evaluation(L.Callback):
         for name, decoder in decoders.items():
             path = self._directory / (f"predictions_{name}.jsonl" if trainer.testing else "predictions.jsonl")
             self._running[name] = self._start(path, decoder, contents)
-        reported = read_object(self._directory / RESULTS).get("results") or {}
-        is_reported = trainer.strategy.broadcast(not trainer.testing or decoders.keys() <= {*reported})
+        reported: set[str] = set()
+        with suppress(ValueError):  # a missing or damaged file is written again
+            reported = {*(read_results(self._directory / RESULTS) or {"results": {}})["results"]}
+        is_reported = trainer.strategy.broadcast(not trainer.testing or decoders.keys() <= reported)
         if is_reported and all(len(state.done) == len(contents) for state in self._running.values()):
             raise NothingToDoError(f"the predictions in {self._directory} are complete; there is nothing left to do")
 
