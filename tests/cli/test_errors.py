@@ -178,6 +178,16 @@ def test_errors_are_one_line_with_the_fix(
     assert "Traceback" not in error
 
 
+def test_a_file_of_options_without_a_class_is_answered_with_the_class_to_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "decoder.yaml").write_text("slot_size: 4\n")
+    assert main(["generate", "--ckpt_path=x", "--prompt=1", f"--decoder={tmp_path / 'decoder.yaml'}"]) == 2
+    error = capsys.readouterr().err
+    assert "decoder: expected class_path" in error
+    assert "init_args: {slot_size: 4}" in error
+
+
 def test_a_run_directory_stands_for_its_last_checkpoint_which_is_named(
     trained: Path, checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

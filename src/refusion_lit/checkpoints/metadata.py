@@ -112,6 +112,7 @@ class CheckpointMetadata:
     @property
     def entry(self) -> dict[str, Any]:
         """The config's entry ``refusion_lit``, with the traits."""
+        # The traits leave out a prompt_is_block that is false, but the config may have an older one.
         return (self.architecture.get("refusion_lit") or {}) | {"prompt_is_block": False} | self.traits.to_dict()
 
     def backbone_config(self) -> BackboneConfig:

@@ -415,8 +415,8 @@ def _use_source(config: Namespace, source: str) -> None:
         parts = {"lora": stored.lora if is_sharded_checkpoint(source) else None, "drafter": stored.drafter}
         parts["block_drafter"] = stored.block_drafter
         parts = {name: part and Namespace(**asdict(part)) for name, part in parts.items()}
-        kept = Namespace(source=None, config=stored.config, draft=None, attention=None, block_size=None)
-        backbone.update(Namespace(**vars(kept), **parts))
+        parts |= dict.fromkeys(("source", "draft", "attention", "block_size"))
+        backbone.update(Namespace(config=stored.config, **parts))
         return
     names = ("revision", "checkpoint_format", "trust_remote_code")
     config.data.tokenizer = Namespace(

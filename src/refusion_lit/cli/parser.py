@@ -265,11 +265,12 @@ def _subclasses(action: argparse.Action | None) -> list[str]:
 
 
 def _read_value(value: Any) -> Any:  # noqa: ANN401 - any value of a config
-    """Return a text, or jsonargparse's pair of an inner option and its value, as lists and mappings."""
+    """Return a text, a YAML file or jsonargparse's pair of an inner option and its value, as lists and mappings."""
     names, value = (value.key.split("."), value.val) if hasattr(value, "_fields") else ([], value)
     if isinstance(value, str):
+        is_file = value.endswith((".yaml", ".yml")) and Path(value).is_file()
         with suppress(yaml.YAMLError):
-            value = yaml.safe_load(value)
+            value = yaml.safe_load(Path(value).read_text("utf-8") if is_file else value)
     for name in reversed(names):
         value = {name: value}
     return value.as_dict() if isinstance(value, Namespace) else value

@@ -428,7 +428,7 @@ def _check_entries(values: Mapping[str, Any], known: Set[int], name: str) -> Non
 
 
 def _configured_eos_ids(source: ModelSource, known: Set[int]) -> list[int]:
-    """Return the EOS tokens of a source's generation config or, without such a file, of its config, as transformers.
+    """Return the EOS tokens that end a text in transformers' ``generate``: generation_config.json's or config.json's.
 
     Args:
         source: The directory or hub id.
