@@ -99,7 +99,7 @@ class CodeTask(FileTask):
 
 @dataclass(frozen=True, kw_only=True)
 class HumanEval(CodeTask):
-    """HumanEval (Chen et al., arXiv 2107.03374): 164 Python functions to complete from their docstrings.
+    r"""HumanEval (Chen et al., arXiv 2107.03374): 164 Python functions to complete from their docstrings.
 
     The source is the file or the hub data set ``openai/openai_humaneval``. All problems are in the test split.
     A response is either the body that continues the prompt or the whole function, fenced or not. A whole function runs
@@ -107,6 +107,14 @@ class HumanEval(CodeTask):
 
     Attributes:
         template: The query, where ``{prompt}`` stands for the problem's prompt.
+
+    >>> task = HumanEval(files="HumanEval.jsonl.gz")
+    >>> problem = {"prompt": "def double(x):\n", "test": "def check(f): assert f(2) == 4", "entry_point": "double"}
+    >>> example = Example(id="0", query="def double(x):\n", response="    return 2 * x\n", meta=problem)
+    >>> program, tests = task.program(example, "    return x + x\n\nprint(double(2))")
+    >>> print(program, end="")  # without what follows the function
+    def double(x):
+        return x + x
     """
 
     template: str = "{prompt}"
@@ -138,13 +146,19 @@ class HumanEval(CodeTask):
 
 @dataclass(frozen=True, kw_only=True)
 class Mbpp(CodeTask):
-    """MBPP (Austin et al., arXiv 2108.07732): 974 short Python functions from a sentence and three assertions.
+    r"""MBPP (Austin et al., arXiv 2108.07732): 974 short Python functions from a sentence and three assertions.
 
     The source is the file or the hub data set ``google-research-datasets/mbpp``. As published, tasks 11 to 510 are the
     test split, 511 to 600 validation, and the others training, including tasks 1 to 10, the authors' few-shot examples.
 
     Attributes:
         template: The query, where ``{text}`` and ``{tests}`` stand for the problem's sentence and assertions.
+
+    >>> task = Mbpp(files="mbpp.jsonl")
+    >>> tests = {"setup": "", "tests": ["assert double(2) == 4"]}
+    >>> example = Example(id="MBPP/11", query="Double a number.", response="...", meta=tests)
+    >>> task.program(example, "```python\ndef double(x): return 2 * x\n```")[0]
+    'def double(x): return 2 * x'
     """
 
     template: str = "{text}\nThe function has to pass these tests:\n{tests}\n"

@@ -234,6 +234,10 @@ class Sheet(GeneratedTask):
 
     Attributes:
         num_terms: Number of cells in a query, 1 to 64.
+
+    >>> example = Sheet(num_terms=2).examples("test")[0]
+    >>> example.query, example.response
+    ('53+67=...;79-48=...;', '53+67=120;79-48=031;')
     """
 
     num_terms: int = 8
@@ -282,6 +286,12 @@ class Records(GeneratedTask):
 
     Attributes:
         max_rows: Maximum number of rows in a query, 2 to 16.
+
+    >>> example = Records(max_rows=2).examples("test")[0]
+    >>> example.query
+    'sort by name: ivan 27 milan; ida 18 tokyo'
+    >>> example.response
+    '[{"name":"ida","age":18,"city":"tokyo"},{"name":"ivan","age":27,"city":"milan"}]'
     """
 
     max_rows: int = 4
