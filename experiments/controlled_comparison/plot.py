@@ -96,7 +96,7 @@ def _line(task: str, objective: str, decoder: str, cells: Sequence[float], score
 FAMILIES = (
     ("hybrid, ReFusion", "hybrid", "refusion"),
     ("autoregressive", "autoregressive", ""),
-    ("masked, LLaDA, one token per step", "masked", "llada_1"),
+    ("masked, LLaDA in blocks of 16, one token per step", "masked", "llada_1"),
     ("masked, Fast-dLLM, whole canvas, threshold 0.9", "masked", "fast_dllm_whole_t90"),
     ("block diffusion", "block", ""),
     ("block diffusion, clipped noise", "block_clipped", ""),

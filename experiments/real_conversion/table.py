@@ -54,9 +54,14 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _cells(figures: dict[str, Any]) -> tuple[str, ...]:
-    def interval(name: str) -> str:
-        value = figures.get(name)
-        return "-" if value is None else f"{value[0]:.1f} ({value[1]:.1f} to {value[2]:.1f})"
+    def annotations() -> str:
+        """Return the share of right annotations; resampling problems gives no interval if all or none are right."""
+        estimate, low, high = figures["annotations_right"]
+        if low == high:
+            num = round(figures["annotations_per_answer"] * figures["num_prompts"])
+            interval = wilson(round(estimate * num / 100), num)
+            low, high = 100 * interval.low, 100 * interval.high
+        return f"{estimate:.1f} ({low:.1f} to {high:.1f})"
 
     def share(name: str) -> str:
         """Return a share of right answers with Wilson's interval, which also holds for few right answers."""
@@ -70,7 +75,7 @@ def _cells(figures: dict[str, Any]) -> tuple[str, ...]:
         return f"{figures[name]:.{digits}f}" if name in figures else "-"
 
     return (
-        str(figures["num_prompts"]), share("score"), interval("annotations_right"),
+        str(figures["num_prompts"]), share("score"), annotations(),
         number("annotations_per_answer", 2), share("ends_with_answer"), number("perplexity", 2),
         number("tokens_per_forward", 2), number("positions_per_token", 1),
     )  # fmt: skip
