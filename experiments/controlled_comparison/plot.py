@@ -12,7 +12,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from refusion_lit.reports.intervals import wilson
+from refusion_lit.reports.intervals import ratio_interval, wilson
 
 TASKS = ("sheet", "walk", "latin")
 STYLES = {
@@ -165,8 +165,8 @@ def noise_rows(runs: list[Run], speeds: Mapping[str, Any], task: str) -> list[di
     """Return a task's rows of noises.
 
     Each row has its label, the scores by seed, their mean with Wilson's interval over all answers, tokens per forward
-    pass, positions per token, tokens per second alone, and by batch size the speed as times next-token decoding with
-    its interval.
+    pass and positions per token with the lowest and the highest seed, and by batch size the tokens per second, and the
+    speed as times next-token decoding, with their intervals.
 
     Args:
         runs: All runs.
@@ -178,34 +178,66 @@ def noise_rows(runs: list[Run], speeds: Mapping[str, Any], task: str) -> list[di
         name = choose_setting(runs, task, objective, settings)
         if name is None:
             continue
-        tokens, positions, score, scores = points(runs, task, objective)[name]
-        num_prompts = sum(run["results"][name]["num_prompts"] for run in runs if _matches(run, task, objective))
+        *_, score, scores = points(runs, task, objective)[name]
+        seeds = [run["results"][name] for run in runs if _matches(run, task, objective)]
+        num_prompts = sum(figures["num_prompts"] for figures in seeds)
         interval = wilson(round(score * num_prompts), num_prompts)
         measured = speeds["tasks"][task][label]
         rows.append({
             "label": label, "scores": scores, "score": [score, interval.low, interval.high],
-            "tokens_per_forward": tokens, "positions_per_token": positions,
-            "tokens_per_second": measured["1"]["tokens_per_second"],
-            "times": {size: measured[size]["times_baseline"] for size in ("1", "16", "64")},
+            "tokens_per_forward": _with_range(seeds, "tokens_per_forward"),
+            "positions_per_token": _with_range(seeds, "positions_per_token"),
+            "tokens_per_second": {size: _speed(measured[size]) for size in _BATCH_SIZES},
+            "times": {size: measured[size]["times_baseline"] for size in _BATCH_SIZES},
         })  # fmt: skip
     return rows
 
 
+_BATCH_SIZES = ("1", "16", "64")
+
+
+def _with_range(seeds: Sequence[Mapping[str, float]], figure: str) -> list[float]:
+    """Return the mean over seeds, the lowest and the highest."""
+    values = [figures[figure] for figures in seeds]
+    return [mean(values), min(values), max(values)]
+
+
+def _speed(measured: Mapping[str, Any]) -> list[float]:
+    """Return tokens per second with the interval over batches."""
+    interval = ratio_interval(measured["num_tokens"], measured["seconds"])
+    return [interval.estimate, interval.low, interval.high]
+
+
 def noises(runs: list[Run], speeds: Mapping[str, Any], task: str) -> str:
-    """Return :func:`noise_rows` as a Markdown table."""
+    """Return :func:`noise_rows` as two Markdown tables, of answers and of speeds."""
+    rows = noise_rows(runs, speeds, task)
     lines = [
-        "| noise, decoder | score | seeds | tokens/forward | positions/token | tokens/s | times: alone | 16 | 64 |",
-        "| --- | --- | --- | --: | --: | --: | --- | --- | --- |",
+        "| noise, decoder | score | seeds | tokens/forward | positions/token |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    for row in noise_rows(runs, speeds, task):
-        score, low, high = row["score"]
+    for row in rows:
+        seeds = ", ".join(f"{seed:.2f}" for seed in row["scores"])
         cells = [
-            row["label"], f"{score:.2f} ({low:.2f} to {high:.2f})", ", ".join(f"{seed:.2f}" for seed in row["scores"]),
-            f"{row['tokens_per_forward']:.1f}", f"{row['positions_per_token']:.1f}", f"{row['tokens_per_second']:.0f}",
-            *map(_ratio, row["times"].values()),
+            _range(row["score"], ".2f"), seeds, _range(row["tokens_per_forward"], ".1f"),
+            _range(row["positions_per_token"], ".1f"),
         ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"| {row['label']} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| noise, decoder | tokens/s: alone | 16 | 64 | times: alone | 16 | 64 |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        cells = [_range(speed, ".0f") for speed in row["tokens_per_second"].values()]
+        cells += map(_ratio, row["times"].values())
+        lines.append(f"| {row['label']} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _range(values: Sequence[float], spec: str) -> str:
+    """Return an estimate with the ends of its interval; the estimate alone where all are written alike."""
+    estimate, low, high = (f"{value:{spec}}" for value in values)
+    return estimate if estimate == low == high else f"{estimate} ({low} to {high})"
 
 
 def _ratio(values: Sequence[float]) -> str:

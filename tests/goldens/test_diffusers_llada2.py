@@ -18,8 +18,8 @@ from refusion_lit.types import Prompt, SamplingParams
 from support.published import MODELS
 
 diffusers = pytest.importorskip("diffusers")
-MAX_NEW_TOKENS = 24
-PROMPTS = [(3, 4, 5), tuple(range(3, 13)), (7,) * 17]
+MAX_NEW_TOKENS = 21
+PROMPTS = [(5,), (3, 4, 5), tuple(range(3, 11)), tuple(range(3, 13)), (7,) * 17]
 SETTINGS: list[dict[str, Any]] = [
     {"block_length": 8, "threshold": 0.3, "editing_threshold": 0.2, "eos_early_stop": False},
     {"block_length": 8, "threshold": 0.9, "editing_threshold": None, "eos_early_stop": False},

@@ -89,6 +89,19 @@ def test_an_export_is_a_plain_model_of_transformers(name: str, tmp_path: Path) -
     assert torch.equal(logits(again, [1, 2, 3, 4], 4), logits(model, [1, 2, 3, 4], 4))
 
 
+def test_options_that_the_config_lacks_have_the_defaults_of_the_authors_class(tmp_path: Path) -> None:
+    path = copied("llada2-tiny", tmp_path / "llada2")
+    stored = json.loads((path / "config.json").read_text())
+    assert stored.pop("routed_scaling_factor") == 2.5  # the default, so that logits are the golden logits
+    (path / "config.json").write_text(json.dumps(stored))
+    tokens = [1, 2, 3, 4]
+    assert torch.equal(logits(refusion_lit.load(path), tokens, 4), logits(published_model("llada2-tiny"), tokens, 4))
+    defaults = {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 2, "max_position_embeddings": 16384}
+    (path / "config.json").write_text(json.dumps({key: stored[key] for key in stored.keys() - defaults.keys()}))
+    loaded = refusion_lit.load(path).backbone.config
+    assert {name: getattr(loaded, name) for name in defaults} == defaults
+
+
 BOTH = ("mask", "visible")
 
 

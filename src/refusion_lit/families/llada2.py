@@ -23,8 +23,9 @@ class _LLaDA2Format(CheckpointFormat):
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Turn off Glm4Moe's layers for multi-token prediction, which this family has not; check counts of experts.
 
-        A group counts by its two best experts.
+        Options that the config lacks have the defaults of the authors' class. A group counts by its two best experts.
         """
+        values = {**_DEFAULTS, **values}
         _check_layers(values)
         num_experts, num_groups, num_taken = (values.get(name) for name in ("num_experts", "n_group", "topk_group"))
         if isinstance(num_experts, int) and num_groups is not None:
@@ -50,6 +51,10 @@ def _check_layers(values: Mapping[str, Any]) -> None:
         expected = f"an integer from 0 to num_hidden_layers, which is {num_layers}"
         require(fits, "backbone.source: first_k_dense_replace", expected, num_dense, "fetch config.json again")
 
+
+_DEFAULTS = {"max_position_embeddings": 16384, "n_group": 8, "num_experts_per_tok": 2, "routed_scaling_factor": 2.5,
+             "topk_group": 4}  # fmt: skip
+"""Defaults of the authors' class that Glm4Moe's defaults differ from, and that no shape of a weight shows."""
 
 _UNUSED = {"embedding_dropout": 0.0, "output_dropout": 0.0, "sliding_window": 4096, "use_cache": True}
 """Options of the authors' classes without a counterpart in Glm4Moe, and the values that exports write."""
