@@ -68,7 +68,7 @@ def tests_experiments(session: nox.Session) -> None:
 
 @nox.session
 def parity(session: nox.Session) -> None:
-    """Compare tokens, texts, scores and merged adapters with transformers, diffusers, lm-eval and peft: some minutes."""
+    """Compare tokens, texts, scores and adapters with transformers, diffusers, lm-eval and peft: some minutes."""
     install(session, "-e", f".[{EXTRAS}]", *group("test"))
     session.install("--no-deps", "-c", CONSTRAINTS, *REFERENCES)
     options = session.posargs or [PARITY, *ALSO_IN_PARITY]
