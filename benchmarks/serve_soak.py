@@ -6,9 +6,9 @@ One process has OpenAI's asynchronous clients and two servers, which decode a ti
 in any order. Requests are drawn from cases whose answers were decoded alone, without a server: completions, chats with
 and without calls of tools, and responses, with greedy and sampled tokens and log-probabilities. One request in five is
 given up in mid-stream, and one in twenty is wrong and must be refused. The queue is short and requests have a time
-limit, so some requests get 429 or 504. Clients pause between requests, so that the processor has time for other work.
-Resident memory, open files and threads are read every minute, memory after ``malloc_trim``; the first half of the time
-is warm-up for memory.
+limit, so some requests get 429, 504 or 408. Clients pause between requests, so that the processor has time for other
+work. Resident memory, open files and threads are read every minute, memory after ``malloc_trim``; the first half of the
+time is warm-up for memory.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import argparse
 import asyncio
 import ctypes
 import gc
+import logging
 import os
 import random
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -197,6 +198,11 @@ class Soak:
         names = ("answers", "calls", "given_up", "refused", "busy", "timed_out", "different", "lost")
         self.counts: Counter[str] = Counter(dict.fromkeys(names, 0))
         self.examples: list[str] = []
+        self.log: deque[logging.LogRecord] = deque(maxlen=100)
+        handler = logging.Handler()
+        handler.emit = self.log.append  # type: ignore[method-assign]
+        for name in ("refusion_lit.serving", "uvicorn.error"):
+            logging.getLogger(name).addHandler(handler)
 
     async def run(self, num_clients: int) -> None:
         """Send requests until the time is over."""
@@ -215,18 +221,28 @@ class Soak:
     async def _ask(self, client: openai.AsyncOpenAI, cases: list[Case], rng: random.Random) -> None:
         while time.monotonic() < self.until:
             case = rng.choice(cases)
-            await (self._refuse(client, rng) if rng.random() < 0.05 else self._receive(client, case, rng))
+            wrong = rng.choice(WRONG) if rng.random() < 0.05 else None
+            begun = time.time()
+            try:
+                await (self._receive(client, case, rng) if wrong is None else self._refuse(client, wrong))
+            except openai.RateLimitError:
+                self.counts["busy"] += 1
+            except openai.APIError as error:
+                status = getattr(error, "status_code", None)
+                is_refused = wrong is not None and status == 400
+                is_late = status == 408 or "time limit" in error.message
+                name = "refused" if is_refused else "timed_out" if is_late else "lost"
+                lines = [record.getMessage() for record in self.log if record.created >= begun]
+                sent = f"{case.kind} {case.options}" if wrong is None else wrong
+                self._keep(
+                    name, f"{error!r} from {error.__cause__!r} after {time.time() - begun:.1f} s; {sent=}; {lines=}"
+                )
             await asyncio.sleep(rng.uniform(0, 2 * self.pause))
 
-    async def _refuse(self, client: openai.AsyncOpenAI, rng: random.Random) -> None:
-        body: dict[str, Any] = {"messages": [{"role": "user", "content": "Rome?"}], **rng.choice(WRONG)}
-        try:
-            await client.chat.completions.create(model="soak", **body)
-            self._keep("different", "a wrong request was answered")
-        except openai.BadRequestError:
-            self.counts["refused"] += 1
-        except openai.APIError as error:
-            self._keep("lost", f"{error!r} from {error.__cause__!r}")
+    async def _refuse(self, client: openai.AsyncOpenAI, wrong: dict[str, Any]) -> None:
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "Rome?"}], **wrong}
+        await client.chat.completions.create(model="soak", **body)
+        self._keep("different", f"a wrong request was answered: {wrong}")
 
     async def _receive(self, client: openai.AsyncOpenAI, case: Case, rng: random.Random) -> None:
         given_up_at = rng.randrange(1, 6) if rng.random() < 0.2 else None
@@ -235,25 +251,17 @@ class Soak:
         answer = Answer()
         num_chunks = 0
         is_whole = False
-        try:
-            stream = await create(model="soak", stream=True, **case.options)
-            async for chunk in stream:
-                is_whole = read_chunk(answer, case.kind, chunk)
-                num_chunks += 1
-                if num_chunks == given_up_at:
-                    break
-            await stream.close()
-        except openai.RateLimitError:
-            self.counts["busy"] += 1
-            return
-        except openai.APIError as error:
-            is_late = "time limit" in error.message
-            self._keep("timed_out" if is_late else "lost", f"{error!r} from {error.__cause__!r}")
-            return
+        stream = await create(model="soak", stream=True, **case.options)
+        async for chunk in stream:
+            is_whole = read_chunk(answer, case.kind, chunk)
+            num_chunks += 1
+            if num_chunks == given_up_at:
+                break
+        await stream.close()
         self.counts["answers" if is_whole else "given_up"] += 1
         self.counts["calls"] += len(answer.calls)
         if not is_whole and given_up_at is None:
-            self._keep("lost", "a stream without an end")
+            self._keep("lost", f"a stream without an end after {num_chunks} chunks; {case.kind} {case.options}")
         if not case.expected.begins_with(answer, is_whole=is_whole):
             self._keep("different", f"{case.kind} {case.options}: {answer} instead of {case.expected}")
 

@@ -283,16 +283,20 @@ def serve(result: Result) -> str:
         ])  # fmt: skip
     head = ["server", "clients", "tokens/s", "tokens per processor second", "other threads",
             "first token (s; p50, p95)", "per token (s; p50, p95)", "texts of `Autoregressive`"]  # fmt: skip
+    return _load(config) + table(head, rows)
+
+
+def _load(config: Result) -> str:
     loads = config["load_before"][0], config["load_after"][0]
-    note = f"Load of the machine before and after: {loads[0]:.1f} and {loads[1]:.1f}.\n\n"
-    return note + table(head, rows)
+    return f"Load of the machine before and after: {loads[0]:.1f} and {loads[1]:.1f}.\n\n"
 
 
 def serve_soak(result: Result) -> str:
     low, high = result["megabytes_after_half_the_time"]
     names = ["answers", "calls", "given_up", "refused", "busy", "timed_out", "different", "lost"]
     head = ["minutes", *(name.replace("_", " ") for name in names), "megabytes after half the time"]
-    return table(head, [[result["config"]["minutes"], *(result[name] for name in names), f"{low} to {high}"]])
+    row = [result["config"]["minutes"], *(result[name] for name in names), f"{low} to {high}"]
+    return _load(result["config"]) + table(head, [row])
 
 
 def llama_cpp(result: Result) -> str:

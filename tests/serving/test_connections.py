@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -103,6 +104,23 @@ def test_bytes_that_trickle_in_do_not_prolong_the_limit(model: TextModel) -> Non
                         time.sleep(0.1)
                 assert time.monotonic() < started + 3
             assert get_health(address(server)) == 200
+
+
+def test_a_server_that_stands_still_does_not_blame_its_clients(model: TextModel) -> None:
+    """The time in which a process is suspended, or a machine overloaded, is no client's."""
+    with (
+        serving(model, max_seconds=3.0) as server,
+        raw(server, "GET /health HTTP/1.1\nHost: localhost\n") as connection,
+    ):
+        wait_for(lambda: server.server_state.connections)
+        [protocol] = server.server_state.connections
+        goes_on = threading.Event()
+        protocol.loop.call_soon_threadsafe(lambda: (time.sleep(6), goes_on.set()))
+        assert goes_on.wait(60)
+        time.sleep(0.5)  # a time limit that is over has had its effect by then
+        connection.sendall(b"\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        assert read(connection).startswith(b"HTTP/1.1 200")
 
 
 def test_a_connection_in_use_is_not_closed_but_further_ones_get_503(

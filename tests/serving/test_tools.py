@@ -71,6 +71,24 @@ def assemble(chunks: Any) -> tuple[list[tuple[str, str]], str, str]:
     return [(name, arguments) for name, arguments in calls.values()], text, reason
 
 
+def describe(answer: Any) -> tuple[Any, ...]:
+    """Return what an answer has but for random ids; log-probabilities, rounded."""
+    [choice] = answer.choices
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+    tokens = [
+        (entry.token, entry.forward, entry.logprob and round(entry.logprob, 3), len(entry.top_logprobs))
+        for entry in choice.logprobs.content
+    ]
+    return calls, choice.message.content, choice.message.role, choice.finish_reason, tokens, answer.usage
+
+
+def assemble_by_client(client: Any, **options: Any) -> tuple[Any, ...]:
+    """Return what OpenAI's client assembles from a stream."""
+    defaults: dict[str, Any] = {"model": NAME, "messages": ASKED, "tools": TOOLS, "max_tokens": 200}
+    with client.chat.completions.stream(**defaults, stream_options={"include_usage": True}, **options) as stream:
+        return describe(stream.get_final_completion())
+
+
 @pytest.mark.parametrize(
     ("decoder", "template"),
     [*((Autoregressive(), template) for template in TEMPLATES), (ReFusion(slot_size=4), next(iter(TEMPLATES)))],
@@ -82,6 +100,8 @@ def test_forced_calls_parse_and_stream(tmp_path: Path, template: str, decoder: A
             calls = check_calls(ask(client, tool_choice=choice).choices[0])
             assert choice == "required" or [name for name, _ in calls] == ["add"]
             assert assemble(ask(client, tool_choice=choice, stream=True)) == (calls, "", "tool_calls")
+            options: dict[str, Any] = {"tool_choice": choice, "logprobs": True, "top_logprobs": 2}
+            assert assemble_by_client(client, **options) == describe(ask(client, **options))
         options = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.0, "seed": 1, "n": 3}
         answer = ask(client, **options)
         assert [len(check_calls(choice)) for choice in answer.choices] == [1, 1, 1]

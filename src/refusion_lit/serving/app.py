@@ -327,10 +327,16 @@ class Connection(H11Protocol):
             seconds = _IDLE_SECONDS if state == "idle" else self.request_seconds
             # A client that reads an answer late is idle no shorter than others.
             unread_seconds = max(self.answer_seconds, _IDLE_SECONDS) if state == "idle" else self.answer_seconds
-            self._timer = self.loop.call_later(unread_seconds if is_unread else seconds, self._expire)
+            self._set_timer(unread_seconds if is_unread else seconds)
 
-    def _expire(self) -> None:
-        if self.state == "stalled":
+    def _set_timer(self, seconds: float) -> None:
+        self._timer = self.loop.call_later(seconds, self._expire, self.loop.time() + seconds)
+
+    def _expire(self, due: float) -> None:
+        late = self.loop.time() - due
+        if late > 1.0:  # the server stood still, so the client gets this time back
+            self._set_timer(late)
+        elif self.state == "stalled":
             self.transport.abort()
         elif self.state == "idle":  # without an error, which the client would take for the answer to its next request
             is_unread = self.transport.get_write_buffer_size() > 0

@@ -172,7 +172,8 @@ class ServedRequest:
         reason = "tool_calls" if has_calls and reason == "stop" else reason
         message: dict[str, Any] = {} if job.has_begun else {"role": "assistant"}
         job.has_begun = True
-        message["content"] = None if (calls or thoughts) and not text else text
+        is_between = self.body.stream and job.reader is not None  # the chunk's text is a part of a call's frame
+        message["content"] = None if (calls or thoughts or is_between) and not text else text
         if thoughts:
             message["reasoning_content"] = thoughts
         if calls:
