@@ -87,6 +87,27 @@ def test_an_answer_that_its_template_changes_ends_as_the_template_ends_turns(
     assert tokenizer.decode([*sample.prompt_ids, *sample.response_ids]).endswith(expected)
 
 
+@pytest.mark.parametrize("kind", ["llama2", "qwen", "gemma"])
+@pytest.mark.parametrize("turn", ["m", "m['content']"])
+@pytest.mark.parametrize("opening", ["<|im_start|>", '<|im_start|>{"role": "assistant", "content": "'])
+def test_answers_that_a_template_writes_as_json_are_trained_so(kind: str, turn: str, opening: str) -> None:
+    template = f"{{% for m in messages %}}{{{{ '<|im_start|>' + ({turn} | tojson) + '<|im_end|>\n' }}}}{{% endfor %}}"
+    template += f"{{% if add_generation_prompt %}}{{{{ '{opening}' }}}}{{% endif %}}"
+    tokenizer: Any = make_tokenizer(kind, chat=True, chat_template=template)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    for answer in ('He says "Rome".\n\té \\ 世', ' "a" ', "\n", "a"):
+        turns = [*TURNS, {"role": "assistant", "content": answer}]
+        sample = encode_example(tokenizer, Example(id="0", query="", response=answer, messages=TURNS))
+        whole = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
+        end = len(whole) - whole[::-1].index(tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        text = tokenizer.decode(whole[:end])
+        ids = [*sample.prompt_ids, *sample.response_ids]
+        if text.startswith(tokenizer.decode(sample.prompt_ids)):
+            assert tokenizer.decode(ids) == text
+        if whole[: len(sample.prompt_ids)] == [*sample.prompt_ids]:  # else a token reaches over the border
+            assert ids == whole[:end]
+
+
 _NAME = r"<\|[^|]+\|>|\[gMASK\]|<sop>|</?think>"
 _TURN = "{% for m in messages %}{% if m['role'] == 'assistant' %}"
 GLM = (  # no token ends a turn, and the prompt lacks the line break that begins an answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from refusion_lit.data.conversations import encode_prompt
-from refusion_lit.data.encoding import encode_text
+from refusion_lit.data.encoding import encode_plain_prompt, encode_text
 from refusion_lit.data.examples import encode_example
 from refusion_lit.data.tokenizers import (
     CharacterTokenizer,
@@ -99,8 +100,8 @@ def test_an_unknown_character_is_named(characters) -> None:
         encode_text(characters, "abz")
 
 
-def test_an_unknown_word_is_named_in_texts_prompts_and_examples() -> None:
-    """A model would be trained to write the unknown token, or asked something else, without a word."""
+def test_unknown_words_are_unk_in_prompts_and_refused_in_responses() -> None:
+    """Prompts have the tokens of transformers, with a warning; a response would train the model to write UNK."""
     vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2, "cats": 3, "sleep": 4}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -111,10 +112,24 @@ def test_an_unknown_word_is_named_in_texts_prompts_and_examples() -> None:
     assert encode_prompt(words, "cats", "<unk> {query}") == [2, 3]  # a template that names it means it
     with pytest.raises(ValueError, match="no token for 'dogs'"):
         encode_text(words, "dogs sleep")
-    with pytest.raises(ValueError, match="no token for 'dogs'"):
-        encode_prompt(words, "dogs", "cats {query}")
-    with pytest.raises(ValueError, match=r"example 7: .*no token for 'dogs'"):
-        encode_example(words, Example(id="7", query="cats", response="dogs sleep"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for query in ("dogs", "dogs sleep", "cows </s>"):
+            assert encode_prompt(words, query, "cats {query}")[:2] == words("cats dogs")["input_ids"] == [3, 2]
+        assert encode_plain_prompt(words, "cats dogs sleep") == [3, 2, 4]
+    assert len({str(warning.message) for warning in caught}) == 1
+    assert "<unk>" in str(caught[0].message)
+    with pytest.warns(UserWarning, match="<unk>"):
+        sample = encode_example(words, Example(id="7", query="dogs", response=" sleep"))
+    assert [*sample.prompt_ids, *sample.response_ids] == [2, 4, 1]
+    for template in (None, "{% for m in messages %}{{ m.content }} {% endfor %}"):
+        words.chat_template = template
+        for query in ("cats", "dogs"):
+            with (
+                warnings.catch_warnings(action="ignore"),
+                pytest.raises(ValueError, match=r"example 7: .*no token for 'dogs'"),
+            ):
+                encode_example(words, Example(id="7", query=query, response=" dogs sleep"))
 
 
 def test_a_chat_template_goes_around_the_text(bpe) -> None:

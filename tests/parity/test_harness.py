@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from refusion_lit import load
 from refusion_lit.decoding import Autoregressive
 from refusion_lit.modeling.vocabulary import prompt_prefix
-from support.tokenizer_zoo import KINDS, LEGACY, TEXT, ZEPHYR, make_model
+from support.tokenizer_zoo import KINDS, LEGACY, TEXT, ZEPHYR, make_model, make_tokenizer, write_model
 
 pytest.importorskip("lm_eval", reason="needs lm-eval (pip install lm-eval)")
 pytest.importorskip("accelerate", reason="the harness needs it for --model hf")
@@ -49,8 +50,11 @@ def ask(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
 
 @pytest.fixture(scope="module", params=[*KINDS, *LEGACY, "mistral-v1", "mistral-v3", "deepseek"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that writes no single bytes: HFLM shows a run of them as several broken characters, we as one."""
-    folder = make_model(request.param, tmp_path_factory.mktemp("model"))
+    return without_bytes(make_model(request.param, tmp_path_factory.mktemp("model")))
+
+
+def without_bytes(folder: Path) -> Path:
+    """Let a model write no single bytes: HFLM shows a run of them as several broken characters, we as one."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     names = AutoTokenizer.from_pretrained(folder).get_vocab()
     with torch.no_grad():
@@ -102,6 +106,50 @@ def test_generated_texts(folder: Path) -> None:
     for until in ([], *stops):
         requests = ask("generate_until", *((context, {**base, "until": until}) for context in contexts))
         assert model.generate_until(requests) == library.generate_until(requests, disable_tqdm=True), until
+
+
+def make_ending(kind: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that puts EOS after texts, and BOS before texts if it has one."""
+    tokenizer = make_tokenizer(kind)
+    names = {str(name): int(tokenizer.convert_tokens_to_ids(name)) for name in tokenizer.all_special_tokens}  # type: ignore[arg-type]
+    form = f"{tokenizer.bos_token or ''} $A {tokenizer.eos_token}".strip()
+    template = processors.TemplateProcessing(single=form, pair=f"{form} $B", special_tokens=[*names.items()])
+    tokenizer.backend_tokenizer.post_processor = template  # type: ignore[assignment]
+    return tokenizer
+
+
+def make_words() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of whole words, in which other words are ``<unk>``."""
+    words = ["<unk>", "</s>", *TEXT.replace(".", " . ").replace(":", " : ").split()]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(dict.fromkeys(words))}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("kind", ["llama2", "qwen", "words"])
+def test_tokenizers_that_end_texts_or_know_few_words(kind: str, tmp_path: Path) -> None:
+    tokenizer: Any = make_words() if kind == "words" else make_ending(kind)
+    folder = without_bytes(write_model(tokenizer, tmp_path / "model"))
+    model, library = ours(folder), theirs(folder)
+    contexts = [context for context, _ in PAIRS if context]
+    assert [model._encode(context) for context in contexts] == [library.tok_encode(context) for context in contexts]
+    known = {tokenizer.unk_token_id, tokenizer.eos_token_id}
+    assert any(known & {*model._encode(context)} for context in contexts)
+    requests = ask("loglikelihood", *(pair for pair in PAIRS if not pair[0] or library._encode_pair(*pair)[1]))
+    expected = [library.loglikelihood([request], disable_tqdm=True)[0] for request in requests]
+    assert [value for value, _ in model.loglikelihood(requests)] == pytest.approx([value for value, _ in expected])
+    if tokenizer.bos_token_id is None:  # HFLM scores a second BOS
+        requests = ask("loglikelihood_rolling", ("The capital of 世",), (TEXT * 5,))
+        values = library.loglikelihood_rolling(requests, disable_tqdm=True)
+        assert model.loglikelihood_rolling(requests) == pytest.approx(values, rel=1e-10)
+    options = {"max_gen_toks": 8, "do_sample": False, "until": []}
+    requests = ask("generate_until", *((context, options) for context in contexts))
+    assert model.generate_until(requests) == library.generate_until(requests, disable_tqdm=True)
+    model.model.tokenizer.chat_template = library.tokenizer.chat_template = ZEPHYR
+    context = library.apply_chat_template([{"role": "user", "content": "Where is Paris?"}])
+    assert model.apply_chat_template([{"role": "user", "content": "Where is Paris?"}]) == context
+    assert model._encode(context) == library.tok_encode(context)
+    assert model._split(context, "In 世 .") == library._encode_pair(context, "In 世 .")
 
 
 def test_names_of_special_tokens_in_documents_stay_text(folder: Path) -> None:

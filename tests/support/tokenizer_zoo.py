@@ -172,7 +172,11 @@ def _real_tokenizer(kind: str, *, chat: bool) -> PreTrainedTokenizerFast:
 
 def make_model(kind: str, path: Path, *, chat: bool = False, **names: Any) -> Path:
     """Write a directory with a kind's tokenizer and a tiny Llama with random weights."""
-    tokenizer = make_tokenizer(kind, chat=chat, **names)
+    return write_model(make_tokenizer(kind, chat=chat, **names), path)
+
+
+def write_model(tokenizer: PreTrainedTokenizerFast, path: Path) -> Path:
+    """Write a directory with a tokenizer and a tiny Llama with random weights."""
     tokenizer.save_pretrained(path)
     config = LlamaConfig(
         vocab_size=max(tokenizer.get_vocab().values()) + 1, hidden_size=32, intermediate_size=64, num_hidden_layers=2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from os.path import commonprefix
@@ -40,7 +41,8 @@ def encode_prompt(
 
     The prompt begins with the BOS token if the tokenizer's policy says so
     (:func:`~refusion_lit.modeling.vocabulary.set_add_bos`) and the template does not write it. With ``add_bos: auto``,
-    nothing is added to a chat template's tokens, as in transformers' ``apply_chat_template``.
+    nothing is added to a chat template's tokens, as in transformers' ``apply_chat_template``. Unknown characters
+    become the tokenizer's ``unk_token``, if it has one, with a warning.
 
     Args:
         tokenizer: The tokenizer.
@@ -103,14 +105,7 @@ def encode_response(
         return _encode_answer(tokenizer, guard, turns, answer, tools, opened, prompt_ids)
     eos = int(tokenizer.eos_token_id)  # type: ignore[arg-type]
     if not tokenizer.chat_template:
-        rest = guard.mark(response)
-        try:
-            whole = _encode_rendered(tokenizer, guard, opened + rest)
-        except ValueError:  # the border joins two words to an unknown word
-            whole = []
-        is_split = whole[: len(prompt_ids)] != [*prompt_ids]
-        ids = encode_parts(tokenizer, guard.split(rest), within=True) if is_split else whole[len(prompt_ids) :]
-        return [*ids, eos]
+        return [*_encode_rest(tokenizer, guard, opened + guard.mark(response), opened, prompt_ids), eos]
 
     def render(content: str) -> str:
         answered = [*turns, {"role": "assistant", "content": content}]
@@ -125,12 +120,13 @@ def encode_response(
     after = [] if end else [eos]
     rendered = render(response)
     body = rendered.removesuffix(closing) if rendered.endswith(closing) else ""
-    text = guard.mark(response, is_answer=True).strip()
-    # Many templates trim an answer. Others change it, by leaving out thoughts, say.
-    is_kept = body.rstrip().endswith(text)
-    if is_kept and body.startswith(opened):
+    # Many templates trim an answer, some write it as JSON. Others change it, by leaving out thoughts, say.
+    marked = guard.mark(response, is_answer=True)
+    forms = [marked.strip(), *(json.dumps(form, ensure_ascii=False)[1:-1] for form in (marked, marked.strip()))]
+    text = next((form for form in forms if body.rstrip().endswith(form)), None)
+    if text is not None and body.startswith(opened):
         return [*_encode_rest(tokenizer, guard, body + end, opened, prompt_ids), *after]
-    if is_kept and body and _without_opening(response, opened) == response:
+    if text is not None and body and _without_opening(response, opened) == response:
         # The template writes the earlier turns or the assistant's opening in another way than in the prompt, such as
         # Mistral's system text, which is in the last turn of the user, and openings with "<think>".
         is_plain = body.startswith(before) and body[len(before) :].strip() == text
@@ -254,16 +250,23 @@ def _encode_rest(
     Returns:
         The whole text's tokens after ``prompt_ids``. If the whole text begins otherwise, the rest is
         encoded alone.
+
+    Raises:
+        ValueError: If a character of the rest is unknown.
     """
-    whole = _encode_rendered(tokenizer, guard, rendered)
-    if whole[: len(prompt_ids)] == [*prompt_ids]:
-        return whole[len(prompt_ids) :]
+    try:
+        whole = _encode_rendered(tokenizer, guard, rendered)
+    except ValueError:  # the border joins two words to an unknown word
+        whole = []
+    rest = whole[len(prompt_ids) :]
+    if whole[: len(prompt_ids)] == [*prompt_ids] and tokenizer.unk_token_id not in rest:
+        return rest
     return encode_parts(tokenizer, guard.split(rendered[len(opened) :]), within=True)
 
 
 def _encode_rendered(tokenizer: PreTrainedTokenizerBase, guard: NameGuard, rendered: str) -> list[int]:
     """Encode rendered text from its beginning, with BOS if the tokenizer's policy says so."""
-    ids = encode_parts(tokenizer, guard.split(rendered))
+    ids = encode_parts(tokenizer, guard.split(rendered), allow_unknown=True)
     is_complete = not ids or (bool(tokenizer.chat_template) and get_add_bos(tokenizer) == "auto")
     return ids if is_complete or starts_with_bos(ids, tokenizer) else [*prompt_prefix(tokenizer), *ids]
 

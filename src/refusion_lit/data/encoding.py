@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,11 +16,20 @@ _MARKS_BEGINNING = re.compile("prepend_scheme|Prepend|add_prefix_space=True")
 """Matches descriptions of tokenizers that encode a text's beginning differently."""
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
-    """Encode text; with ``special``, a special token's name becomes the token instead of plain text.
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False, allow_unknown: bool = False
+) -> list[int]:
+    """Encode text.
+
+    Args:
+        tokenizer: The tokenizer.
+        text: The text.
+        special: Whether a special token's name becomes the token instead of plain text.
+        allow_unknown: Whether unknown characters become the tokenizer's ``unk_token``, with a warning.
 
     Raises:
-        ValueError: If a character is not in the tokenizer's alphabet.
+        ValueError: If a character is not in the tokenizer's alphabet, and ``allow_unknown`` is false or the tokenizer
+            names no ``unk_token``.
     """
     backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined] - all our tokenizers are fast tokenizers
     before = backend.encode_special_tokens
@@ -37,25 +47,29 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool 
     wrong = {token for token, name in fillers.items() if ids.count(token) > (text.count(str(name)) if special else 0)}
     if not special:
         wrong |= {untyped.mask_token_id, untyped.eos_token_id, *untyped.init_kwargs.get(EOS_IDS, ())}.intersection(ids)
+    if allow_unknown and wrong == {untyped.unk_token_id}:
+        message = f"text: a prompt has characters that the tokenizer does not know; {untyped.unk_token} replaces them."
+        warnings.warn(message, stacklevel=2)
+        return ids
     if wrong:
         raise unknown_text(backend, text, wrong.pop())
     return ids
 
 
-def encode_within(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode_within(tokenizer: PreTrainedTokenizerBase, text: str, *, allow_unknown: bool = False) -> list[int]:
     """Encode text that does not begin a text: SentencePiece then puts no space before it.
 
     Raises:
-        ValueError: If a character is not in the tokenizer's alphabet.
+        ValueError: If a character is unknown; see :func:`encode_text`.
     """
-    ids = encode_text(tokenizer, text)
+    ids = encode_text(tokenizer, text, allow_unknown=allow_unknown)
     backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
     if not _MARKS_BEGINNING.search(f"{backend.normalizer} {backend.pre_tokenizer}"):
         return ids
     for anchor in ("\n", "a", "0"):
         try:
             before = encode_text(tokenizer, anchor)
-            whole = encode_text(tokenizer, anchor + text)
+            whole = encode_text(tokenizer, anchor + text, allow_unknown=allow_unknown)
         except ValueError:
             continue
         if whole[: len(before)] == before:
@@ -64,16 +78,20 @@ def encode_within(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def encode_plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode a prompt without template, as :func:`encode_text` does, after BOS by the tokenizer's policy.
+    """Encode a prompt without template, after BOS by the tokenizer's policy; unknown characters give a warning.
 
     Raises:
-        ValueError: If a character is not in the tokenizer's alphabet.
+        ValueError: If a character is unknown, and the tokenizer names no ``unk_token``.
     """
-    return [*prompt_prefix(tokenizer), *encode_text(tokenizer, text)]
+    return [*prompt_prefix(tokenizer), *encode_text(tokenizer, text, allow_unknown=True)]
 
 
 def encode_parts(
-    tokenizer: PreTrainedTokenizerBase, parts: Sequence[tuple[str, bool]], *, within: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    parts: Sequence[tuple[str, bool]],
+    *,
+    within: bool = False,
+    allow_unknown: bool = False,
 ) -> list[int]:
     """Encode consecutive texts; only some may name special tokens.
 
@@ -81,13 +99,15 @@ def encode_parts(
         tokenizer: The tokenizer.
         parts: The texts, with whether names in a text mean special tokens.
         within: Whether the first text does not begin the whole text.
+        allow_unknown: Whether unknown characters become the tokenizer's ``unk_token``, with a warning.
 
     Raises:
-        ValueError: If a character is not in the tokenizer's alphabet.
+        ValueError: If a character is unknown; see :func:`encode_text`.
     """
     pattern = _added_names(tokenizer)
     if not within and not any(pattern.search(text) for text, is_template in parts if not is_template):
-        return encode_text(tokenizer, "".join(text for text, _ in parts), special=True)
+        text = "".join(text for text, _ in parts)
+        return encode_text(tokenizer, text, special=True, allow_unknown=allow_unknown)
     pieces: list[tuple[str, bool]] = []  # text, and whether it is a special token
     for text, is_template in parts:
         split = pattern.split(text) if is_template else [text]
@@ -105,7 +125,7 @@ def encode_parts(
             name = piece
         else:
             begins = not (ids or within) or (name is not None and _begins_after(tokenizer, name))
-            ids += encode_text(tokenizer, piece) if begins else encode_within(tokenizer, piece)
+            ids += (encode_text if begins else encode_within)(tokenizer, piece, allow_unknown=allow_unknown)
     return ids
 
 

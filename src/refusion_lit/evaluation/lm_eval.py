@@ -14,12 +14,12 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from refusion_lit.data.encoding import encode_parts, encode_plain_prompt, encode_text
+from refusion_lit.data.encoding import encode_parts, encode_text
 from refusion_lit.data.rendering import render_chat
 from refusion_lit.decoding import Decoder, check_context
 from refusion_lit.evaluation import likelihood
 from refusion_lit.evaluation.likelihood import Likelihood
-from refusion_lit.modeling.vocabulary import prompt_prefix, starts_with_bos
+from refusion_lit.modeling.vocabulary import added_around, starts_with_bos
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require, require_at_least, require_choice
@@ -145,7 +145,7 @@ class RefusionLitModel(LM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:  # noqa: ARG002
-        """Return log-likelihoods of whole texts in nats, after a BOS token, or after EOS if there is no BOS.
+        """Return log-likelihoods of whole texts in nats, after one BOS token, or after EOS if there is no BOS.
 
         A text beyond the model's context is scored in the windows of the harness's own models: a window begins after
         the scored tokens, and the last window reaches back to fill the context.
@@ -154,9 +154,10 @@ class RefusionLitModel(LM):
             ValueError: If the estimate does not fit the model. Nothing has been estimated then.
         """
         likelihood.check(self.model.backbone, self.likelihood, allow_mismatch=self.allow_mismatch)
-        texts = [encode_text(self.model.tokenizer, request.args[0]) for request in requests]
+        texts = [self._encode_plain(request.args[0]) for request in requests]
         answers = []
         for request, tokens in zip(requests, texts, strict=True):
+            tokens = tokens[1:] if tokens[:1] == [self._start] else tokens
             answers.append(sum(self._loglikelihood(*pair)[0] for pair in self._windows(tokens)))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
         return answers
@@ -239,13 +240,21 @@ class RefusionLitModel(LM):
 
         Special tokens are recognised only in the parts of a rendered chat that the template has written.
         """
-        tokenizer = self.model.tokenizer
         if not self._has_template:
-            return encode_plain_prompt(tokenizer, context + text)
+            return self._encode_plain(context + text)
+        tokenizer = self.model.tokenizer
         # The harness's cache may have a text that this object has not rendered; all names in it are tokens then.
         parts = self._rendered.get(context, [(context, True)])
-        ids = encode_parts(tokenizer, [*parts, (text, False)] if text else parts)
-        return ids if starts_with_bos(ids, tokenizer) else [*prompt_prefix(tokenizer), *ids]  # as in the harness
+        ids = encode_parts(tokenizer, [*parts, (text, False)] if text else parts, allow_unknown=True)
+        return ids if starts_with_bos(ids, tokenizer) else self._add_special_tokens(ids)
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self._add_special_tokens(encode_text(self.model.tokenizer, text, allow_unknown=True))
+
+    def _add_special_tokens(self, ids: list[int]) -> list[int]:
+        """Put the special tokens around a text that the tokenizer puts there, EOS included, as the harness does."""
+        before, after = added_around(self.model.tokenizer)
+        return [*before, *ids, *after]
 
     def _split(self, context: str, text: str) -> tuple[list[int], list[int]]:
         """Return context tokens, never empty, and the tokens of the text after the context.
@@ -253,11 +262,11 @@ class RefusionLitModel(LM):
         As in the harness, the text's tokens are the tokens of the whole beyond the context's number of tokens.
         """
         if not context:
-            return [self._start], encode_text(self.model.tokenizer, text)
+            return [self._start], encode_text(self.model.tokenizer, text, allow_unknown=True)
         kept = context.rstrip()  # spaces belong to the word that they stand before
         if context in self._rendered:
             self._rendered[kept] = _strip_end(self._rendered[context])
-        before = self._encode(kept) if kept else prompt_prefix(self.model.tokenizer)
+        before = self._encode(kept)
         whole = self._encode(kept, context[len(kept) :] + text)
         if len(whole) > len(before):
             return before or [self._start], whole[len(before) :]

@@ -86,16 +86,23 @@ def prompt_prefix(tokenizer: Any) -> list[int]:  # noqa: ANN401 - a tokenizer of
 
     With ``add_bos: auto``, they are all special tokens that the tokenizer puts before a text.
     """
+    return added_around(tokenizer)[0]
+
+
+def added_around(tokenizer: Any) -> tuple[list[int], list[int]]:  # noqa: ANN401 - a tokenizer of transformers
+    """Return the special tokens that the BOS policy or, with ``auto``, the tokenizer puts before and after a text."""
     add_bos = get_add_bos(tokenizer)
     if add_bos != "auto":
-        return [int(tokenizer.bos_token_id)] if add_bos else []
+        return [int(tokenizer.bos_token_id)] if add_bos else [], []
     try:
         encoding = tokenizer.backend_tokenizer.encode("0", add_special_tokens=True)
     except Exception:  # the tokenizers library raises this class where the vocabulary lacks the text
-        return []
-    if all(encoding.special_tokens_mask):
-        return [token for token in encoding.ids[:1] if token == tokenizer.bos_token_id]
-    return encoding.ids[: encoding.special_tokens_mask.index(0)]
+        return [], []
+    ids, is_added = encoding.ids, encoding.special_tokens_mask
+    if all(is_added):
+        num_before = int(ids[:1] == [tokenizer.bos_token_id])
+        return ids[:num_before], ids[num_before:]
+    return ids[: is_added.index(0)], ids[len(ids) - is_added[::-1].index(0) :]
 
 
 def starts_with_bos(token_ids: Sequence[int], tokenizer: Any) -> bool:  # noqa: ANN401 - a tokenizer of transformers
