@@ -49,6 +49,7 @@ def test_a_tokenizer_that_changes_earlier_text_streams_its_final_text() -> None:
         "no ' n ' n n ' re",
         "[CLS] I know ?",
         "' [CLS] he",
+        "he ' [CLS] un ' [CLS] re '",
     ]
     words = dict.fromkeys(["[UNK]", "[CLS]", "[SEP]", *" ".join(texts).split()])
     backend: Any = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))  # type: ignore[call-arg]
@@ -56,7 +57,7 @@ def test_a_tokenizer_that_changes_earlier_text_streams_its_final_text() -> None:
     names = {"unk_token": "[UNK]", "cls_token": "[CLS]", "eos_token": "[SEP]"}
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True, **names)
     detokenize = Detokenizer(tokenizer)
-    for text, stop in product(texts, ((), ("zzz",))):
+    for text, stop in product(texts, ((), ("zzz",), ("S]x",))):
         tokens = tokenizer.convert_tokens_to_ids(text.split())
         stream = TextStream(partial(detokenize, stop=stop, is_growing=True), SamplingParams(stop=stop))
         pieces = [stream.piece(tokens[:length]) for length in range(len(tokens) + 1)]

@@ -85,8 +85,7 @@ class Detokenizer:
         whole = _join(pieces)
         places = [place for place in (whole.find(string, start) for string in stop) if place >= 0]
         if hidden and is_growing:
-            sizes = (n for string in stop for n in range(1, len(string)) if whole.endswith(string[:n]))
-            places.append(len(whole) - max(sizes, default=0))
+            places += [len(whole) - n for string in stop for n in range(1, len(string)) if whole.endswith(string[:n])]
         if not places:
             return text[start:]
         first = min(places)

@@ -88,8 +88,7 @@ class TextStream:
         text = cut_at_stop(self._detokenize(tokens), self._stop).rstrip("\N{REPLACEMENT CHARACTER}")
         starts = (stop[:n] for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)))
         held = [len(start) for start in starts if text.endswith(start)]
-        held += [len(ending) for ending in _UNSETTLED.findall(text)]
-        stable = text[: len(text) - max(held, default=0)]
+        stable = _UNSETTLED.sub("", text[: len(text) - max(held, default=0)])
         return self.rest(stable) if len(stable) > len(self._sent) else ""  # shorter where a request starts again
 
     def is_complete(self, tokens: list[int]) -> bool:
