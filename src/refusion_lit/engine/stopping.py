@@ -71,7 +71,7 @@ class TextStream:
 
     >>> stream = TextStream(bytes.decode, SamplingParams(stop=["END"]))
     >>> [stream.piece(text) for text in (b"1 E", b"1 EN", b"1 EMU", b"1 EMU END 2")]
-    ['1 ', '', 'EMU', '']
+    ['1', '', ' EMU', '']
 
     Args:
         detokenize: Turns the tokens so far into text.
