@@ -48,7 +48,14 @@ def test_a_sampling_option_is_refused_with_where_it_belongs(model: TextModel) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("max_tokens", "max_new_tokens"), ("temprature", "temperature"), ("batchsize", "batch_size")]
+    ("name", "near"),
+    [
+        ("max_tokens", "max_new_tokens"),
+        ("temprature", "temperature"),
+        ("batchsize", "batch_size"),
+        ("template", "templates"),
+        ("callback", "callbacks"),
+    ],
 )
 @pytest.mark.parametrize("method", CALLS)
 def test_an_option_that_is_misspelt_is_refused_with_the_nearest(

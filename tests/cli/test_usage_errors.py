@@ -152,6 +152,7 @@ def test_a_boolean_option_alone_means_true_beside_a_trainer(cli: RefusionCLI, mo
         (["--decoder=LLaDA", "--decoder.slot_size=3"], "'slot_size'.*steps"),
         (["--decoder=ReFusion", "--decoder.slot_size=0"], "^decoder.slot_size: expected .*, got 0"),
         (["--promt=1"], "'promt'.*'prompt'"),
+        (["--max_tokens=1"], "'max_tokens'(?! of ).*'max_new_tokens'"),
         (["--prompt=1", "--prompt=2"], "^prompt: .*2 times.*--prompts"),
         (["--stop=;", "--stop", ","], r"^stop: .*2 times.*\[A, B\]"),
         (["--dtype=fp32"], "^dtype: expected .*'float32'.*got 'fp32'"),

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import refusion_lit
 from refusion_lit import InstructionDataModule, InstructionFiles, PretrainedTokenizer, SlotDiffusionModule
+from refusion_lit.decoding import ReFusion
 from refusion_lit.objectives import Hybrid
 from refusion_lit.tasks import Additions
 from support.tokenizer_zoo import make_model
@@ -35,9 +36,9 @@ def test_a_pretrained_model_is_trained_on_rows(tmp_path: Path, make: str, capsys
         "torch": Rows(),
         "splits": {"train": ROWS, "validation": [{**ROWS[0], "prompt": "Where is Metz?"}]},
     }[make]
-    tokenizer: Any = source if make == "splits" else PretrainedTokenizer(source=source)
+    tokenizer: Any = Path(source) if make == "splits" else PretrainedTokenizer(source=source)
     data = InstructionDataModule(task, tokenizer, batch_size=2, show_samples=1)
-    backbone: Any = source
+    backbone: Any = Path(source) if make == "torch" else source
     module = SlotDiffusionModule(backbone, objective=Hybrid(slot_sizes=(4,)))
     trainer = L.Trainer(
         max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -77,6 +78,14 @@ def test_what_is_no_tokenizer_source_is_refused_at_once() -> None:
         ({"tokenizer": refusion_lit.CharacterTokenizer()}, "tokenizer"),
         ({"objective": Hybrid}, "objective"),
         ({"objective": "Hybrid"}, "objective"),
+        ({"decoders": [ReFusion()]}, "decoders"),
+        ({"decoders": {"refusion": ReFusion}}, "decoders.refusion"),
+        ({"sampling": {"max_new_tokens": 4}}, "sampling"),
+        ({"decoding": {"batch_size": 4}}, "decoding"),
+        ({"schedule": "cosine"}, "schedule"),
+        ({"optimizer": "AdamW"}, "optimizer"),
+        ({"lr_scheduler": "cosine"}, "lr_scheduler"),
+        ({"prompt_template": "{question}"}, "prompt_template"),
     ],
 )
 def test_wrong_types_of_a_module_are_refused_at_once(arguments: dict[str, Any], option: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -371,8 +372,8 @@ def _as_tokenizer_source(source: Any) -> TokenizerSource:  # noqa: ANN401 - Pyth
     Raises:
         ValueError: If the value is neither.
     """
-    if isinstance(source, str):
-        return PretrainedTokenizer(source=source)
+    if isinstance(source, str | Path):
+        return PretrainedTokenizer(source=str(source))
     expected = "a tokenizer source such as CharacterTokenizer() or PretrainedTokenizer(source=DIRECTORY or hub id)"
     fix = "pass PretrainedTokenizer(source=...)"
     require(isinstance(source, TokenizerSource), "data.tokenizer", expected, type(source).__name__, fix)

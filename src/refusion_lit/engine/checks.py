@@ -17,6 +17,13 @@ from refusion_lit.types import DecodingOptions, ModelTraits, Prompt, SamplingPar
 from refusion_lit.utils.require import require
 
 
+_ARGUMENTS = (
+    "decoder", "sampling", "ids", "templates", "json_schema", "callbacks", "trace", "num_top_logprobs", "kept",
+    "continues_text",
+)  # fmt: skip
+"""Arguments of :meth:`refusion_lit.TextModel.generate` besides its decoding options, to suggest."""
+
+
 class ModelMismatchError(ValueError):
     """Error for a decoder that does not fit the model's training."""
 
@@ -43,8 +50,8 @@ def read_decoding_options(named: Mapping[str, Any]) -> DecodingOptions:
     """
     known, of_sampling = ([field.name for field in fields(kind)] for kind in (DecodingOptions, SamplingParams))
     for name in named.keys() - known:
-        near = get_close_matches(name, [*known, *of_sampling], n=1)
-        fix = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}."
+        near = get_close_matches(name, [*_ARGUMENTS, *known, *of_sampling], n=1)
+        fix = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join([*_ARGUMENTS, *known])}."
         if name in of_sampling:
             fix = f"pass sampling=SamplingParams({name}=...)."
         raise TypeError(f"unexpected keyword argument {name!r}; {fix}")

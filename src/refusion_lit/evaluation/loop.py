@@ -152,9 +152,13 @@ class Evaluation(L.Callback):
         seed: int = 0,
         resume: bool = False,
     ) -> None:
+        is_mapping, fix = isinstance(decoders, Mapping), 'pass {"refusion": ReFusion()}, for example'
+        require(is_mapping, "model.decoders", "decoders by name", f"{decoders!r:.60}", fix)
         named = {name: decoder for name, decoder in decoders.items() if decoder is not None}
         require(bool(named) or not decoders, "model.decoders", "at least one decoder", decoders, "add one")
         for name, decoder in named.items():
+            is_decoder = isinstance(decoder, Decoder)
+            require(is_decoder, f"model.decoders.{name}", "an instance of a decoder class", decoder, "create one")
             fits = re.fullmatch(r"[\w-]+", name) is not None  # part of an option's, a metric's and a file's name
             require(fits, "decoders", "names of letters, digits, _ and -", name, "rename it")
             decoder.check(sampling)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -49,7 +50,7 @@ from refusion_lit.training.resume import begin_resumed_epoch, correct_counters
 from refusion_lit.training.step_source import StepSource
 from refusion_lit.training.validation import Validation
 from refusion_lit.types import SamplingParams
-from refusion_lit.utils.require import require
+from refusion_lit.utils.require import require, require_template
 
 _NUM_POSITIONS = "refusion_lit_num_positions"
 _OPTIMIZER = "refusion_lit_optimizer"
@@ -94,8 +95,8 @@ class SlotDiffusionModule(L.LightningModule):
         resume: bool = False,
     ) -> None:
         super().__init__()
-        if isinstance(backbone, str):
-            backbone = BackboneConfig(source=backbone)
+        if isinstance(backbone, str | Path):
+            backbone = BackboneConfig(source=str(backbone))
         is_config = isinstance(backbone, BackboneConfig)
         expected = "a BackboneConfig, or a directory or hub id of a model of transformers"
         fix = "pass BackboneConfig(source=...), or BackboneConfig(config=...) for random weights"
@@ -103,8 +104,18 @@ class SlotDiffusionModule(L.LightningModule):
         is_tokenizer = tokenizer is None or isinstance(tokenizer, PreTrainedTokenizerBase)
         fix = "pass the data module's built_tokenizer, or leave it out: trainer.fit(module, data) takes that one"
         require(is_tokenizer, "tokenizer", "a tokenizer of transformers", type(tokenizer).__name__, fix)
-        fix = "pass an instance, such as Hybrid()"
-        require(isinstance(objective, Objective), "model.objective", "an Objective", f"{objective!r:.60}", fix)
+        for option, value, kind in (
+            ("objective", objective, Objective),
+            ("sampling", sampling, SamplingParams),
+            ("decoding", decoding, EvaluationOptions),
+            ("schedule", schedule, WarmupCosine),
+        ):
+            fix = "pass an instance, such as Hybrid()" if kind is Objective else f"pass {kind.__name__}(...)"
+            require(isinstance(value, kind), f"model.{option}", f"an instance of {kind.__name__}", f"{value!r:.60}", fix)
+        for option, function in {"optimizer": optimizer, "lr_scheduler": lr_scheduler}.items():
+            fix = "pass a class of torch, or a functools.partial of it with its options"
+            expected = "a function that makes one"
+            require(function is None or callable(function), f"model.{option}", expected, f"{function!r:.60}", fix)
         self.backbone_config = backbone
         self.tokenizer = tokenizer
         self.objective = objective
@@ -112,7 +123,7 @@ class SlotDiffusionModule(L.LightningModule):
         self.scheduler_callable = lr_scheduler
         self.schedule = schedule
         self.seed = seed
-        self.prompt_template = prompt_template or "{query}"
+        self.prompt_template = require_template(prompt_template or "{query}")
         self.evaluation = Evaluation(decoders or {}, sampling, decoding, seed=seed, resume=resume)
         self.backbone: Backbone | None = None
         self.figures = TrainingFigures()
