@@ -70,6 +70,9 @@ def test_options_that_a_resumed_run_changes_are_named_and_recorded(runs: Path) -
     assert [resumption["changed"] for resumption in actual["resumed"]] == [
         {"trainer.max_steps": 6, "model.optimizer.init_args.lr": 0.01}
     ]
+    # The config's rate holds again if the next resumption does not repeat the option.
+    with pytest.warns(UserWarning, match=r"config\.yaml .*: model\.optimizer\.init_args\.lr \(0\.01\)"):
+        assert main(["fit", f"--resume={run}", "--trainer.max_steps=8"]) == 0
 
 
 def test_a_precision_of_a_file_that_the_processor_is_slow_in_is_replaced(

@@ -188,6 +188,9 @@ def test_csv_parquet_and_data_sets_are_read_like_json_lines(tmp_path: Path) -> N
     (tmp_path / "x.csv.gz").write_bytes(gzip.compress(text.encode()))
     sources: list[Any] = [rows, Torch(), write_jsonl(tmp_path / "x.jsonl", rows)]
     sources += [str(tmp_path / "x.csv"), str(tmp_path / "x.csv.gz")]
+    for name, delimiter in {"semicolons": ";", "tabs": "\t"}.items():  # as spreadsheets write them in many languages
+        (tmp_path / f"{name}.csv").write_bytes(text.replace(",", delimiter).encode())
+        sources.append(str(tmp_path / f"{name}.csv"))
     try:
         import datasets
     except ImportError:
@@ -211,6 +214,8 @@ def test_csv_parquet_and_data_sets_are_read_like_json_lines(tmp_path: Path) -> N
         ("x.csv", b"prompt,answer\na,b\n", r"x\.csv:2: .*'prompt', 'answer'.*data\.task\.preset"),
         ("x.csv", b"prompt,completion\n", "at least one sample"),
         ("x.txt", b"a", r"\.csv.*\.parquet"),
+        ("x.jsonl", b"prompt,completion\na,b\n", r"x\.jsonl:1: broken JSON.*\.csv"),
+        ("x.jsonl", b'[\n {"prompt": "a", "completion": "b"}\n]\n', r"x\.jsonl:1: broken JSON.*\.json\b"),
     ],
 )
 def test_broken_tables_are_named_with_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -186,6 +186,7 @@ class SaveRun(SaveConfigCallback):
         # The config of a training is also given to a test, which must not land in the directory of the training.
         self.config.run_version = None
         self._changed: dict[str, object] = {}
+        self._dropped: dict[str, object] = {}
         self._unwritten: dict[str, object] | None = None
         if self._is_resumed:
             before = read_yaml(self.directory / CONFIG, "resume")
@@ -208,6 +209,8 @@ class SaveRun(SaveConfigCallback):
             before = read_object(self.directory / ENVIRONMENT) or described
             folder = before.get(_WORKING_DIRECTORY, folder)
             resumed = {"command": described["command"], "changed": self._changed}
+            last = [{}, *before.get("resumed", ())][-1].get("changed", {})
+            self._dropped = {name: value for name, value in last.items() if name not in {*self._changed, *_LENGTHS}}
             described |= {"command": before.get("command"), "resumed": [*before.get("resumed", ()), resumed]}
         record = {**described, _WORKING_DIRECTORY: folder}
         if self._is_resumed and stage == "fit":
@@ -229,6 +232,9 @@ class SaveRun(SaveConfigCallback):
         if names:
             kept = f"{CONFIG} keeps the options of the start, {ENVIRONMENT} records the change"
             rank_zero_warn(f"resumed with other options than the run was started with: {', '.join(names)}; {kept}")
+        if self._dropped:
+            dropped = ", ".join(f"{name} ({value})" for name, value in self._dropped.items())
+            rank_zero_warn(f"{CONFIG} holds again for what the last resumption changed: {dropped}; repeat it to keep it")
 
 
 _RESTORED = {f"model.backbone.{name}" for name in ("source", "revision", "draft")}

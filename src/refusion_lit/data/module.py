@@ -309,7 +309,8 @@ class InstructionDataModule(L.LightningDataModule):
         if split not in self._splits:
             examples = load_examples(self.task, split)
             num_examples = len(examples)
-            fix = f"add some, or {'lower' if split == 'train' else 'raise'} the validation_fraction of InstructionFiles"
+            change = "lower" if split == "train" else "raise"
+            fix = f"add samples that differ from the others, or {change} the validation_fraction of InstructionFiles"
             require(num_examples > 0, "data.task", f"examples in the {split} split", num_examples, fix)
             is_generated = not isinstance(examples, list)
             # Generated splits can be too large to encode in advance, and their lengths are bounded by their options.

@@ -162,7 +162,9 @@ def parse_json_lines(file: str, text: str) -> Iterator[DataRow]:
         try:
             row = _row(file, number, json.loads(line))
         except (ValueError, RecursionError) as error:
-            row = DataRow(file, number, None, f"broken JSON ({error})")
+            is_object = line.lstrip().startswith("{")
+            reason = "" if is_object else "; a line is an object in braces, and other formats end in .csv or .json"
+            row = DataRow(file, number, None, f"broken JSON ({error}){reason}")
         yield row
 
 
@@ -181,9 +183,10 @@ def _parse_json_list(file: str, text: str) -> Iterator[DataRow]:
 
 
 def _parse_csv(file: str, text: str) -> Iterator[DataRow]:
-    """Yield the rows of a CSV file whose first line names the fields."""
+    """Yield the rows of a CSV file whose first line names the fields, between commas, semicolons or tabs."""
     csv.field_size_limit(_MAX_FIELD)
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    delimiter = max(",;\t", key=text.partition("\n")[0].count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     names: list[str] = []
     try:
         for values in reader:
