@@ -301,6 +301,14 @@ def test_another_number_of_layers_is_refused(name: str, tmp_path: Path, capfd: p
     assert "layer" in refusal(copied(name, tmp_path, num_hidden_layers=num_layers + 1), capfd)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != ASSISTANT])
+def test_more_layers_than_any_model_has_are_refused_by_name(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers' configs list the kind of every layer: a billion of them would take all memory."""
+    assert "num_hidden_layers: expected at most" in refusal(copied(name, tmp_path, num_hidden_layers=20_000), capfd)
+
+
 def test_transformers_own_report_is_printed_for_models_that_transformers_loads(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -129,15 +129,17 @@ def test_explicit_nulls_in_published_configs_are_refused_or_loaded(name: str, op
         ("os.system", None),
         ("os.ReFusion", None),
         (None, None),
+        ({"class_path": "ReFusion", "slot_size": 4}, None),
     ],
 )
 def test_a_decoder_that_a_config_names_is_that_one_or_refused(
-    class_path: str | None, expected: ReFusion | None, tmp_path: Path
+    class_path: Any, expected: ReFusion | None, tmp_path: Path
 ) -> None:
     source = tmp_path / "model"
     shutil.copytree(MODEL, source)
     values = json.loads((MODEL / "config.json").read_text())
-    values["refusion_lit"] = {"decoder": {"class_path": class_path, "init_args": {"slot_size": 4}}}
+    entry = class_path if isinstance(class_path, dict) else {"class_path": class_path, "init_args": {"slot_size": 4}}
+    values["refusion_lit"] = {"decoder": entry}
     (source / "config.json").write_text(json.dumps(values))
     model = refusion_lit.load(source)
     if expected is None:
@@ -145,6 +147,12 @@ def test_a_decoder_that_a_config_names_is_that_one_or_refused(
             _ = model.default_decoder
     else:
         assert model.default_decoder == expected == read_default_decoder(source)
+
+
+def test_a_named_decoder_that_does_not_fit_the_model_is_replaced_with_a_warning(tmp_path: Path) -> None:
+    _write_entry(tmp_path, {"decoder": {"class_path": "LLaDA"}})
+    with pytest.warns(UserWarning, match=r"LLaDA.*ReFusion"):
+        assert refusion_lit.load(tmp_path).default_decoder == ReFusion()
 
 
 @pytest.mark.parametrize("template", [5, ["{query}"], None, True, {"a": 1}, "", "no place for it"])

@@ -234,7 +234,9 @@ class SaveRun(SaveConfigCallback):
             rank_zero_warn(f"resumed with other options than the run was started with: {', '.join(names)}; {kept}")
         if self._dropped:
             dropped = ", ".join(f"{name} ({value})" for name, value in self._dropped.items())
-            rank_zero_warn(f"{CONFIG} holds again for what the last resumption changed: {dropped}; repeat it to keep it")
+            rank_zero_warn(
+                f"{CONFIG} holds again for what the last resumption changed: {dropped}; repeat it to keep it"
+            )
 
 
 _RESTORED = {f"model.backbone.{name}" for name in ("source", "revision", "draft")}

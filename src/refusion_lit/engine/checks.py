@@ -16,7 +16,6 @@ from refusion_lit.modeling.interface import LanguageModel, TextLimits
 from refusion_lit.types import DecodingOptions, ModelTraits, Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
-
 _ARGUMENTS = (
     "decoder", "sampling", "ids", "templates", "json_schema", "callbacks", "trace", "num_top_logprobs", "kept",
     "continues_text",

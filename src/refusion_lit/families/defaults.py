@@ -51,7 +51,7 @@ GUESSED = (
 
 
 def named_decoder(traits: ModelTraits, entry: Mapping[str, Any], *, has_drafter: bool = False) -> Decoder:
-    """Return a model's default decoder; warn if the model's training is unknown.
+    """Return a model's default decoder; warn if the model's training is unknown, or if the named decoder does not fit.
 
     Args:
         traits: What the model was trained to do.
@@ -67,6 +67,13 @@ def named_decoder(traits: ModelTraits, entry: Mapping[str, Any], *, has_drafter:
     decoder = default_decoder(traits, entry.get("decoder"), drafts=has_drafter)
     if traits.predictions is None and isinstance(decoder, ReFusion) and "decoder" not in entry:
         warnings.warn(GUESSED, stacklevel=3)
+    named = entry.get("decoder")
+    if named is not None and not has_drafter and _OBJECTIVE not in named:
+        name = named["class_path"].rpartition(".")[2]
+        if name != type(decoder).__name__:
+            fix = "Name another --decoder, or correct config.json."
+            message = f"the model's config names the decoder {name}, which does not fit the model"
+            warnings.warn(f"{message}; {type(decoder).__name__} is used. {fix}", stacklevel=3)
     return decoder
 
 
@@ -217,6 +224,8 @@ def _build(named: Mapping[str, Any]) -> Decoder | None:
             is_nameable = name in NAMEABLE and root in ("", "refusion_lit", NAMEABLE[name].__module__.partition(".")[0])
             require(is_nameable, "class_path", f"one of {', '.join(NAMEABLE)}", named["class_path"], "name one of them")
             cls = NAMEABLE[name]
+        unknown = sorted(named.keys() - {"class_path", "init_args", _OBJECTIVE})
+        require(not unknown, "decoder", "the keys class_path and init_args", unknown, "move options to init_args")
         return cls(**named.get("init_args") or {})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(

@@ -38,6 +38,8 @@ _SIZES = (
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NUM_TAKEN = ("num_experts_per_tok", "top_k_experts")
 """Names of the numbers of experts, all and taken per token."""
+_NUM_LAYERS = ("num_hidden_layers", "n_layers")
+_MAX_LAYERS = 10_000
 _ROTARY_RANGES = dict.fromkeys(
     (
         "rope_theta", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor",
@@ -124,6 +126,11 @@ def load_config(
         method = (quantised.get("quant_method") or quantised.get("quant_algo")) if is_named else None
         got, fix = method or quantised, "load the checkpoint that was quantised"
         require(False, "backbone.source: quantization_config", "weights that are not quantised", got, fix)
+    text = values.get("text_config")
+    for name in _NUM_LAYERS:  # transformers' configs make lists of this length
+        num_layers = (text if isinstance(text, Mapping) else values).get(name)
+        fits = not isinstance(num_layers, int) or num_layers <= _MAX_LAYERS
+        require(fits, f"backbone.source: {source}: {name}", f"at most {_MAX_LAYERS}", num_layers, _FETCH)
     if published is not None:
         return _published_config(published, values, overrides)
     model_type: Any = values.get("model_type")

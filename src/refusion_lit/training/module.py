@@ -111,7 +111,9 @@ class SlotDiffusionModule(L.LightningModule):
             ("schedule", schedule, WarmupCosine),
         ):
             fix = "pass an instance, such as Hybrid()" if kind is Objective else f"pass {kind.__name__}(...)"
-            require(isinstance(value, kind), f"model.{option}", f"an instance of {kind.__name__}", f"{value!r:.60}", fix)
+            require(
+                isinstance(value, kind), f"model.{option}", f"an instance of {kind.__name__}", f"{value!r:.60}", fix
+            )
         for option, function in {"optimizer": optimizer, "lr_scheduler": lr_scheduler}.items():
             fix = "pass a class of torch, or a functools.partial of it with its options"
             expected = "a function that makes one"
