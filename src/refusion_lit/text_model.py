@@ -27,7 +27,7 @@ from refusion_lit.decoding import (
     default_decoder,
     named_decoder,
 )
-from refusion_lit.engine.checks import check_arguments, check_traits
+from refusion_lit.engine.checks import check_arguments, check_drafter, check_traits
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
@@ -59,7 +59,8 @@ def check_plan(
 
     Raises:
         ModelMismatchError: If the model was not trained for the decoder.
-        ValueError: If prompts leave no room for the response in the context, naming the longest prompt.
+        ValueError: If the decoder needs a drafter that the model lacks, or prompts leave no room for the response in the
+            context, naming the longest prompt.
     """
     if decoder is None:
         decoder = default_decoder(plan.traits, plan.entry.get("decoder"), drafts=plan.has_drafter).adapt_to(sampling)
@@ -68,6 +69,7 @@ def check_plan(
     if not allow_mismatch:
         with _named_alternative(plan.traits, decoder):
             check_traits(plan.traits, decoder)
+    check_drafter(decoder, has_drafter=plan.has_drafter)
     check_context(plan, lengths, sampling.max_new_tokens, decoder)
 
 

@@ -156,7 +156,7 @@ def load_model(options: Namespace, check: CheckPlan | None = None) -> TextModel:
         check: Called before weights are read; see :func:`refusion_lit.load`.
 
     Raises:
-        ValueError: If the model cannot be loaded, or a verifier is named that the decoder does not use.
+        ValueError: If the model cannot be loaded, or the decoder lacks a verifier or has one that it does not use.
     """
     from refusion_lit.checkpoints.models import load
     from refusion_lit.modeling.load import BackboneConfig
@@ -167,6 +167,8 @@ def load_model(options: Namespace, check: CheckPlan | None = None) -> TextModel:
     got = "the model's own" if decoder is None else type(decoder).__name__
     fix = "add --decoder APD, or leave it out"
     require(is_used or options.verifier is None, "verifier", "a decoder that uses it, as APD does", got, fix)
+    fix = "add --verifier with an autoregressive model that has the same tokenizer"
+    require(not is_used or options.verifier is not None, "verifier", f"a second model for {got}", None, fix)
     names = ("checkpoint_format", "attention", "block_size", "batch_invariant")
     overrides = BackboneConfig(source=path, **{name: options[name] for name in names})
     names = ("dtype", "device", "revision", "trust_remote_code", "draft", "verifier", "add_bos", "chat_template_kwargs")

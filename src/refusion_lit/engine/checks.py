@@ -108,9 +108,15 @@ def check_model(
     reasons = check_traits(model.traits, decoder, allow_mismatch=allow_mismatch, fix=fix)
     has_masks = special.mask_token_id is not None or not any("mask" in name for name in needs.predictions)
     require(has_masks, "decoder", "a model with a mask token", "one without", "train it with Hybrid or Masked")
-    fix = "load one with --draft, or set slot_size to the model's if it was trained with the hybrid objective"
-    require(bool(special.draft_token_ids) or not needs.drafter, "decoder", "a model with a drafter", "one without", fix)
+    check_drafter(decoder, has_drafter=bool(special.draft_token_ids))
     return reasons
+
+
+def check_drafter(decoder: Decoder, *, has_drafter: bool) -> None:
+    """Refuse a decoder that needs a drafter on a model without a drafter."""
+    fix = "load one with --draft, or set slot_size to the model's if it was trained with the hybrid objective"
+    fits = has_drafter or not decoder.requirements().drafter
+    require(fits, "decoder", "a model with a drafter", "one without", fix)
 
 
 def check_context(
