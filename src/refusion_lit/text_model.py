@@ -59,8 +59,8 @@ def check_plan(
 
     Raises:
         ModelMismatchError: If the model was not trained for the decoder.
-        ValueError: If the decoder needs a drafter that the model lacks, or prompts leave no room for the response in the
-            context, naming the longest prompt.
+        ValueError: If the decoder needs a drafter that the model lacks, or prompts leave no room for the response in
+            the context, naming the longest prompt.
     """
     if decoder is None:
         decoder = default_decoder(plan.traits, plan.entry.get("decoder"), drafts=plan.has_drafter).adapt_to(sampling)
