@@ -373,6 +373,29 @@ def test_the_time_limit_starts_when_a_request_arrives(model: TextModel, monkeypa
             complete(server, "1+1", max_tokens=1)
 
 
+def test_a_request_is_refused_at_its_time_limit_while_a_thread_works_for_it(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_released, num_begun, encode = threading.Event(), 0, Service._encode
+
+    def encode_late(service: Service, body: Any) -> Any:
+        nonlocal num_begun
+        num_begun += 1
+        assert is_released.wait(60)
+        return encode(service, body)
+
+    with serving(model, max_seconds=1.0) as server:
+        monkeypatch.setattr(Service, "_encode", encode_late)
+        try:
+            for _ in range(2):  # the second request waits for the first request's thread
+                with pytest.raises(openai.InternalServerError, match="time limit"):
+                    complete(server, "1+1", max_tokens=1)
+        finally:
+            is_released.set()
+        assert num_begun == 1
+        assert complete(server, "1+1", max_tokens=1).choices
+
+
 def test_schemas_are_compiled_one_at_a_time_beside_other_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

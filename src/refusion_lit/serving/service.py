@@ -336,14 +336,24 @@ class Service:
         """
         if self._num_preparing >= self.worker.max_jobs:
             raise HTTPException(429, "the queue is full; try again later.", headers={"Retry-After": "1"})
+        too_late = HTTPException(504, "the time limit of a request is over")
+        ends = arrived + self.worker.limits.max_seconds
         self._num_preparing += 1
+
+        async def wait_and_work() -> _Result:
+            try:
+                async with lock:
+                    if time.monotonic() > ends:
+                        raise too_late
+                    return await asyncio.to_thread(work)
+            finally:
+                self._num_preparing -= 1
+
         try:
-            async with lock:
-                if time.monotonic() > arrived + self.worker.limits.max_seconds:
-                    raise HTTPException(504, "the time limit of a request is over")
-                return await asyncio.to_thread(work)
-        finally:
-            self._num_preparing -= 1
+            async with asyncio.timeout(ends - time.monotonic()):
+                return await asyncio.shield(wait_and_work())  # a thread cannot be ended, so it keeps its turn
+        except TimeoutError:
+            raise too_late from None
 
     def _prepare(self, kind: type[_Body], content: bytes, content_type: str) -> tuple[_Body, PreparedRequest]:
         """Read and check a request's body, and encode its prompts.
