@@ -36,6 +36,7 @@ from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.saving import prompt_code, save_model
 from refusion_lit.tasks import Example, InstructionFiles
 from refusion_lit.text_model import TextModel
+from refusion_lit.traces.document import read_trace
 from refusion_lit.types import DecodingOptions, ModelTraits, Prompt, SamplingParams
 from support.servers import address, serving
 from support.tokenizer_zoo import KINDS, LEGACY, REAL, ZEPHYR, make_model, make_tokenizer
@@ -121,6 +122,32 @@ def test_python_and_commands_answer_as_transformers(
     assert json.loads(capsys.readouterr().out)["response"] == text
     assert main(["generate", *options, f"--prompt={QUERY}"]) == 0
     assert capsys.readouterr().out == text + "\n"
+    assert main(["trace", *options, f"--prompt={QUERY}", f"--output={tmp_path / 'trace.json'}"]) == 0
+    trace = read_trace(tmp_path / "trace.json")
+    assert (trace.prompt_length, [*trace.token_ids], trace.response) == (len(reference.prompt), reference.answer, text)
+
+
+def test_the_command_for_tests_answers_as_transformers(
+    reference: Reference, model: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"query": QUERY, "response": "Paris"}) + "\n")
+    asked: list[tuple[int, ...]] = []
+    decode = TextModel.decode
+
+    def recorded(self: TextModel, prompts: Any, *args: Any, **options: Any) -> Any:
+        asked.extend(prompt.token_ids for prompt in prompts)
+        return decode(self, prompts, *args, **options)
+
+    monkeypatch.setattr(TextModel, "decode", recorded)
+    files = [f"--data.task.{split}={path}" for split in ("train", "validation", "test")]
+    options = ["--model.decoders={ar: Autoregressive}", f"--model.sampling.max_new_tokens={NUM_TOKENS}"]
+    options += [f"--ckpt_path={reference.folder}", f"--runs_dir={tmp_path}", "--trainer.accelerator=cpu"]
+    assert main(["test", "--data.task=InstructionFiles", *files, *options]) == 0
+    assert {*asked} == {tuple(reference.prompt)}
+    [predictions] = tmp_path.rglob("predictions_ar.jsonl")
+    [row] = map(json.loads, predictions.read_text().splitlines())
+    assert row["response"] == Detokenizer(model.tokenizer)(reference.answer, reference.prompt)
 
 
 def test_a_chat_answers_as_transformers(reference: Reference, model: TextModel) -> None:
@@ -160,17 +187,23 @@ def test_stop_strings_cut_the_text_of_every_door(
     assert capsys.readouterr().out == text[: text.index(stops[1])] + "\n"
 
 
-def ask_server(url: str, reference: Reference, **fields: Any) -> tuple[str, int | None]:
+def ask_server(url: str, reference: Reference, door: str | None = None, **fields: Any) -> tuple[str, int | None]:
     """Return a server's answer to the query, and the number of prompt tokens unless the answer is a stream."""
-    door, query = "completions", {"prompt": QUERY}
-    if reference.has_template:
-        door, query = "chat/completions", {"messages": [{"role": "user", "content": QUERY}]}  # type: ignore[dict-item]
-    body = {"model": "additions", "max_tokens": NUM_TOKENS, **query, **fields}
+    door = door or ("chat/completions" if reference.has_template else "completions")
+    query: dict[str, Any] = {
+        "completions": {"prompt": QUERY, "max_tokens": NUM_TOKENS},
+        "chat/completions": {"messages": [{"role": "user", "content": QUERY}], "max_tokens": NUM_TOKENS},
+        "responses": {"input": QUERY, "max_output_tokens": NUM_TOKENS},
+    }[door]
+    body = {"model": "additions", **query, **fields}
     head = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/{door}", json.dumps(body).encode(), head)
     with urllib.request.urlopen(request, timeout=60) as response:
         got = response.read().decode()
     is_stream = bool(fields.get("stream"))
+    if door == "responses":
+        answer = json.loads(got)
+        return answer["output"][0]["content"][0]["text"], answer["usage"]["input_tokens"]
     events = [json.loads(line[6:]) for line in got.splitlines() if line.startswith("data: {")]
     choices = [event["choices"][0] for event in (events if is_stream else [json.loads(got)]) if event["choices"]]
     parts = [choice.get("delta" if is_stream else "message", choice) for choice in choices]
@@ -184,6 +217,10 @@ def test_the_server_answers_as_transformers(reference: Reference, model: TextMod
     with serving(model, Autoregressive()) as server:
         assert ask_server(address(server), reference) == (text, len(reference.prompt))
         assert ask_server(address(server), reference, stream=True) == (text, None)
+        assert ask_server(address(server), reference, "responses") == (text, len(reference.prompt))
+        prompt = reference.tokenizer(QUERY)["input_ids"]  # completions have no template
+        text = Detokenizer(model.tokenizer)(library_answer(reference.folder, prompt), prompt)
+        assert ask_server(address(server), reference, "completions") == (text, len(prompt))
 
 
 def test_the_harness_asks_as_transformers(reference: Reference, model: TextModel) -> None:
