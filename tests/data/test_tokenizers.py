@@ -234,6 +234,18 @@ def test_a_directory_without_end_of_sequence_is_refused(tmp_path, bpe) -> None:
         PretrainedTokenizer(source=str(tmp_path)).build(None)
 
 
+def test_an_empty_name_of_a_special_token_is_none(tmp_path, bpe) -> None:
+    bpe.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    names = dict.fromkeys(("unk_token", "bos_token", "mask_token"), "")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **names}))
+    tokenizer = PretrainedTokenizer(source=str(tmp_path)).build(None)
+    assert (tokenizer.unk_token_id, tokenizer.bos_token_id) == (None, None)
+    assert tokenizer.mask_token == "<|mask|>"
+    for built in (tokenizer, StoredTokenizer(files=tokenizer_files(tokenizer)).build(None)):
+        assert encode_prompt(built, "the cat") == encode_prompt(bpe, "the cat")
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -254,7 +266,7 @@ def test_a_damaged_generation_config_is_refused(tmp_path, bpe, content: str, exp
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("add_bos", "yes"), ("draws_padding", "no"), ("chat_template_kwargs", "x"), ("ends_of_sequence", "x"),
+        ("add_bos", "yes"), ("add_bos", True), ("draws_padding", "no"), ("chat_template_kwargs", "x"), ("ends_of_sequence", "x"),
         ("ends_of_sequence", [99_999]),
     ],
 )  # fmt: skip

@@ -194,8 +194,11 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     has_tokens = len(tokenizer) > len(tokenizer.get_added_vocab())  # without files, the tokenizer is empty
     fix = "copy tokenizer.json and tokenizer_config.json there, or name another source"
     require(has_tokens, "tokenizer.source", f"a tokenizer's files in {source.name}", None, fix)
+    for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES:
+        if getattr(tokenizer, name, None) == "":  # some files write "" for none; the id of such a token cannot be read
+            setattr(tokenizer, name, None)
     vocabulary = tokenizer.get_vocab()
-    _check_entries(tokenizer.init_kwargs, {*vocabulary.values()}, source.name)
+    _check_entries(tokenizer, {*vocabulary.values()}, source.name)
     ends = _configured_eos_ids(source, {*vocabulary.values()})
     if not tokenizer.eos_token and ends:
         tokenizer.add_special_tokens({"eos_token": str(tokenizer.convert_ids_to_tokens(ends[0]))})
@@ -408,16 +411,18 @@ def _without_truncation(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokeniz
     return tokenizer
 
 
-def _check_entries(values: Mapping[str, Any], known: Set[int], name: str) -> None:
-    """Refuse values of another type in our entries of a source's ``tokenizer_config.json``.
+def _check_entries(tokenizer: PreTrainedTokenizerBase, known: Set[int], name: str) -> None:
+    """Refuse impossible values in our entries of a source's ``tokenizer_config.json``.
 
     Args:
-        values: The file's contents.
+        tokenizer: The tokenizer, which has the file's contents.
         known: All ids of the tokenizer.
         name: The directory or hub id.
     """
     where, fix = f"tokenizer_config.json of {name}: ", "correct or remove it"
-    require_choice(where + ADD_BOS, values.get(ADD_BOS, "auto"), ("auto", True, False))
+    values = tokenizer.init_kwargs
+    choices = ("auto", False) if tokenizer.bos_token is None else ("auto", True, False)
+    require_choice(where + ADD_BOS, values.get(ADD_BOS, "auto"), choices)
     draws = values.get(DRAWS_PADDING, False)
     require(isinstance(draws, bool), where + DRAWS_PADDING, "true or false", draws, fix)
     options = values.get(CHAT_OPTIONS) or {}
