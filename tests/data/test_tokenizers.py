@@ -266,8 +266,8 @@ def test_a_damaged_generation_config_is_refused(tmp_path, bpe, content: str, exp
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("add_bos", "yes"), ("add_bos", True), ("draws_padding", "no"), ("chat_template_kwargs", "x"), ("ends_of_sequence", "x"),
-        ("ends_of_sequence", [99_999]),
+        ("add_bos", "yes"), ("add_bos", True), ("draws_padding", "no"), ("chat_template_kwargs", "x"),
+        ("ends_of_sequence", "x"), ("ends_of_sequence", [99_999]),
     ],
 )  # fmt: skip
 def test_entries_of_another_type_are_refused_by_name(tmp_path, bpe, name: str, value: Any) -> None:
