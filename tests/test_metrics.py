@@ -10,7 +10,6 @@ import torch
 from refusion_lit.decoding import DecodingOutput, Generation
 from refusion_lit.learning.batch import LossOutput
 from refusion_lit.metrics import DecodingMetrics
-from refusion_lit.reports.tables import PRINTED, print_figures
 from refusion_lit.training.validation import TermMeans
 
 TERMS = {"ar": 1.0, "mdm": 0.5}
@@ -94,29 +93,3 @@ def test_term_means_are_totals_over_totals() -> None:
         means.update(loss)
     values = {name: float(value) for name, value in means.compute().items()}
     assert values == pytest.approx({"ar": 12 / 5, "mdm": 1.0, "total": 12 / 5 + 0.5})
-
-
-def test_the_table_marks_decoders_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = DecodingMetrics()
-    metrics.update(_output([_row(10, 4)], seconds=2.0), [1.0])
-    rows = [([name], metrics.compute(), None, name == "odd") for name in ("good", "odd")]
-    print_figures("1 prompts, batch size 7", ["decoder"], rows)
-    text = capsys.readouterr().out
-    assert "1 prompts, batch size 7" in text
-    assert "odd *" in text
-    assert "good *" not in text
-    assert "2.50" in text
-    assert "the model was not trained for this decoder" in text
-
-
-def test_a_table_in_a_file_is_whole(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "50")  # of the terminal that the command was typed in
-    metrics = DecodingMetrics()
-    metrics.update(_output([_row(10, 4)], seconds=2.0), [1.0])
-    rows = [([name], metrics.compute(), None, False) for name in ("a_decoder_with_a_name", "other")]
-    print_figures("1 prompts, batch size 7", ["decoder"], rows)
-    lines = capsys.readouterr().out.splitlines()
-    head = next(line for line in lines if line.startswith("┃"))
-    assert [cell.strip() for cell in head.strip("┃").split("┃")] == ["decoder", *(title for _, title, _ in PRINTED)]
-    rows = [line for line in lines if line.startswith("│")]
-    assert [row.split()[1] for row in rows] == ["a_decoder_with_a_name", "other"]

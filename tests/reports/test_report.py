@@ -18,7 +18,7 @@ from refusion_lit.evaluation.predictions import write_predictions
 from refusion_lit.reports.comparison import compare
 from refusion_lit.reports.plots import curves_plot, speed_plot
 from refusion_lit.reports.runs import read_runs, read_scores
-from refusion_lit.reports.tables import markdown_table
+from refusion_lit.reports.tables import PRINTED, markdown_table, print_comparison
 from refusion_lit.reports.write import html_report, report_results, write_report
 from refusion_lit.types import ModelTraits
 from reports.samples import HOSTILE, model_card, prediction, predictions, write_run, write_sweep
@@ -104,6 +104,23 @@ def test_rows_have_intervals_differences_and_marks(tmp_path: Path) -> None:
     write_report([run], tmp_path / "out", formats=("html", "markdown"))
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"report.html", "table.md", "tradeoff.svg"}
     assert "another attention" in _page(tmp_path / "out" / "report.html").text
+
+
+def test_a_printed_table_marks_decoders_that_do_not_fit_and_is_whole_in_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "50")  # of the terminal that the command was typed in
+    lines = predictions([1.0], tokens=10, forwards=4)
+    run = write_run(tmp_path / "run", {"a_decoder_with_a_name": lines, "odd": lines}, mismatches={"odd": ["another"]})
+    print_comparison("1 prompts, batch size 7", compare(*read_runs([run])))
+    text = capsys.readouterr().out
+    assert "1 prompts, batch size 7" in text
+    assert "the model was not trained for this decoder" in text
+    head = next(line for line in text.splitlines() if line.startswith("┃"))
+    assert [cell.strip() for cell in head.strip("┃").split("┃")] == ["decoder", *(title for _, title, _ in PRINTED)]
+    rows = [line.strip("│").split("│") for line in text.splitlines() if line.startswith("│")]
+    names = ["a_decoder_with_a_name (ReFusion)", "odd (ReFusion) *"]
+    assert [[cell.strip() for cell in row[:3]] for row in rows] == [[name, "1.000", "2.50"] for name in names]
 
 
 def test_differences_are_paired_by_prompt_id(tmp_path: Path) -> None:
@@ -438,7 +455,7 @@ def test_a_report_of_a_test_that_cannot_be_written_is_a_warning(tmp_path: Path) 
     run = write_run(tmp_path / "run", {"a": predictions([1.0, 0.0])})
     (run / "report").write_text("in the way")
     with pytest.warns(match="the results are written, but their report is not: "):
-        report_results(run)
+        report_results(run, "run")
 
 
 def test_unknown_formats_are_refused(tmp_path: Path) -> None:

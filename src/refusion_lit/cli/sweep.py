@@ -15,10 +15,9 @@ from typing import Any
 import yaml
 
 from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.reports.results import shorten_value, with_class
 from refusion_lit.sweeps.launchers import Launcher
 from refusion_lit.sweeps.points import Sweep, plan
-from refusion_lit.sweeps.running import TableRow, list_points
+from refusion_lit.sweeps.running import list_points
 from refusion_lit.sweeps.running import run as run_sweep
 from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require
@@ -65,17 +64,16 @@ def run(args: list[str]) -> int:
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)
-    from refusion_lit.reports.write import report_results  # and the libraries of plots
+    if any(row["status"] == "finished" for row in rows):
+        from refusion_lit.reports.write import report_results  # and the libraries of plots
 
-    _print_results(directory.name, rows, sweep.option_names)
+        report_results(directory, directory.name)
     if sweep.latency is not None:
         from refusion_lit.sweeps.latency import summary_sentence
 
         if sentence := summary_sentence(rows):
             print(sentence)
     print(f"results in {directory}/results.csv")
-    if any(row["status"] == "finished" for row in rows):
-        report_results(directory)
     failed = list(dict.fromkeys(row["point"] for row in rows if row["status"] != "finished"))
     if failed:
         num_points = len({row["point"] for row in rows})
@@ -111,26 +109,6 @@ def split_overrides(args: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         except yaml.YAMLError as error:
             raise ValueError(f"{name}: expected a value or a list, got {text!r}; write a list as [A, B].") from error
     return rest, overrides
-
-
-def _print_results(name: str, table: Sequence[TableRow], option_names: Sequence[str]) -> None:
-    """Print a line for each point and decoder: the options that vary, and the most important figures."""
-    from refusion_lit.reports.comparison import short_names
-    from refusion_lit.reports.results import CONCURRENT, SHORT, SHORT_SECONDS
-    from refusion_lit.reports.tables import print_figures
-
-    option_names = [option for option in option_names if option != "model.decoders"]  # the column of decoders shows it
-    rows = []
-    for row in table:
-        text = with_class(row["decoder"], row["class"]) if row["decoder"] else row["status"]
-        texts = [*(shorten_value(row[option]) for option in option_names), text]
-        rows.append((texts, row, row.get("latency"), bool(row["mismatch"])))
-    has_speeds = all(row.get("tokens_per_second") is not None for row in table if row["status"] == "finished")
-    notes = []
-    if not any(row.get("latency") for row in table):
-        is_short = any((row.get("seconds") or SHORT_SECONDS) < SHORT_SECONDS for row in table)
-        notes = [SHORT] * is_short if has_speeds else [CONCURRENT]
-    print_figures(f"{name}: {len(rows)} rows", [*short_names(option_names).values(), "decoder"], rows, notes=notes)
 
 
 def read_sweep(file: Path) -> Sweep:

@@ -30,14 +30,9 @@ from refusion_lit.modeling.load import ModelPlan
 from refusion_lit.reports.results import (
     RESULTS,
     environment,
-    note_on_speeds,
     ran_concurrently,
-    read_latency,
     read_results,
-    with_class,
-    without_speeds,
 )
-from refusion_lit.reports.tables import print_figures
 from refusion_lit.reports.write import report_results
 from refusion_lit.tasks.base import Task, score_response
 from refusion_lit.text_model import TextModel, check_plan
@@ -377,7 +372,7 @@ class Evaluation(L.Callback):
     on_predict_end = on_test_epoch_end
 
     def _report(self) -> None:
-        """Print the decoders' table, and write ``results.json`` and the report."""
+        """Write ``results.json`` and the report, and print the decoders' table."""
         results = {
             "sampling": asdict(self.sampling),
             **asdict(self.options),
@@ -394,17 +389,9 @@ class Evaluation(L.Callback):
         }
         if self.options.latency is not None and not ran_concurrently(results):
             results["latency_results"] = self._measure_latency(self.options.latency)
-        figures, latency = without_speeds(results)["results"], read_latency(results)
-        rows = []
-        for name, state in self._running.items():
-            title = with_class(name, type(state.decoder).__name__)
-            rows.append(([title], figures[name], latency.get(name), bool(self.mismatches[name])))
-        num_prompts = max(int(values["num_prompts"]) for values in figures.values())
-        title = f"{num_prompts} prompts, batch size {self._batch_size}"
-        notes = [note for note in [note_on_speeds(results)] if note]
-        print_figures(title, ["decoder"], rows, metrics=self._task.metrics, notes=notes)
         write_json_atomically(self._directory / RESULTS, results)
-        report_results(self._directory / RESULTS)
+        num_prompts = max(int(figures["num_prompts"]) for figures in self.results.values())
+        report_results(self._directory / RESULTS, f"{num_prompts} prompts, batch size {self._batch_size}")
 
     def _measure_latency(self, options: LatencyOptions) -> dict[str, Any]:
         """Measure all decoders in turns on prompts of the test."""

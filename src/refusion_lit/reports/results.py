@@ -42,8 +42,6 @@ CONCURRENT = "Speeds are left out: points ran concurrently and slowed each other
 SHORT_SECONDS = 5.0
 """Decodes below this time have uncertain speeds."""
 SHORT = "tokens/s was measured once, in few seconds, and varies: to compare speeds, set latency (docs/metrics.md)."
-NOTES_ON_SPEEDS = (CONCURRENT, SHORT)
-"""What tables say below them about missing or uncertain speeds."""
 _SPEEDS = ("tokens_per_second", "latency_median", "latency_p95", "seconds")
 
 

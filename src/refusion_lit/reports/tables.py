@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +14,7 @@ from rich.text import Text
 from refusion_lit.reports.comparison import Comparison, ComparisonRow
 from refusion_lit.reports.intervals import Interval, format_interval
 from refusion_lit.reports.results import is_speed_baseline
+from refusion_lit.utils.rows import format_csv
 
 MISMATCH = "the model was not trained for this decoder"
 INTERVALS = "95 % intervals over prompts: Wilson's for scores that are 0 or 1, else the bootstrap's."
@@ -42,44 +41,34 @@ Latency = Mapping[str, Mapping[str, Any]]
 """A decoder's speeds measured in turns, by batch size."""
 
 
-def print_figures(
-    title: str,
-    head: Sequence[str],
-    rows: Sequence[tuple[Sequence[str], Mapping[str, Any], Latency | None, bool]],
-    *,
-    metrics: Sequence[str] = (),
-    notes: Sequence[str] = (),
-) -> None:
-    """Print figures of decoders on standard output; the table's width is limited in a terminal only.
+def print_comparison(title: str, comparison: Comparison) -> None:
+    """Print the figures that fit a terminal on standard output; the table's width is limited in a terminal only.
 
-    Args:
-        title: Line above the table.
-        head: Names of the columns with texts; the last of them is the decoder.
-        rows: The texts of a row, its figures (see :class:`~refusion_lit.metrics.DecodingMetrics`), its speeds measured
-            in turns, which replace the speed of the test, and whether the model was not trained for the decoder.
-        metrics: The task's further metrics.
-        notes: Lines below the table.
+    Speeds that were measured in turns replace the speeds of the test.
     """
-    notes = [*[f"* {MISMATCH}"] * any(is_marked for *_, is_marked in rows), *notes]
-    sizes = latency_sizes(latency for _, _, latency, _ in rows)
-    columns = with_metrics(PRINTED, metrics)
-    if sizes:
-        columns = [column for column in columns if column[0] not in ("tokens_per_second", "calls_per_batch")]
-    speeds = latency_note((texts[-1], latency) for texts, _, latency, _ in rows)
-    table = Table(title=title, caption="\n".join([*notes, *speeds]) or None)
-    for name in head:
+    rows, sizes = comparison.rows, latency_sizes(comparison.rows)
+    replaced = ("tokens_per_second", "calls_per_batch") if sizes else ()
+    columns = with_metrics([column for column in PRINTED if column[0] not in replaced], comparison.metrics)
+    marks = [f"* {MISMATCH}"] * any(row.mismatches for row in rows)
+    table = Table(title=title, caption="\n".join([*marks, *latency_note(rows)]) or None)
+    for name in ("decoder", *comparison.option_names.values()):
         table.add_column(name, overflow="fold")
     for name in (*(column_title for _, column_title, _ in columns), *latency_head(sizes)):
         table.add_column(name, justify="right", overflow="fold")
-    for (*texts, decoder), figures, latency, is_marked in rows:
-        name = f"{decoder} *" if is_marked else decoder
-        table.add_row(*map(Text, [*texts, name, *cells(figures, columns), *latency_texts(latency, sizes)]))
+    for row in rows:
+        texts = [_marked_title(row), *(row.options.get(name, "--") for name in comparison.option_names)]
+        table.add_row(*map(Text, [*texts, *cells(row.figures, columns), *latency_texts(row.latency, sizes)]))
     Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES).print(table)
 
 
-def latency_sizes(entries: Iterable[Latency | None]) -> list[str]:
-    """Return the batch sizes of some decoders' speeds, ascending."""
-    return sorted({size for entry in entries for size in entry or {}}, key=int)
+def _marked_title(row: ComparisonRow) -> str:
+    """Return a row's title, with a mark if the model was not trained for the decoder."""
+    return row.title + " *" * bool(row.mismatches)
+
+
+def latency_sizes(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return the batch sizes of the rows' speeds, ascending."""
+    return sorted({size for row in rows for size in row.latency}, key=int)
 
 
 def latency_head(sizes: Sequence[str]) -> list[str]:
@@ -88,12 +77,11 @@ def latency_head(sizes: Sequence[str]) -> list[str]:
     return ["tokens/s, alone", *titles] if "1" in sizes else titles
 
 
-def latency_cells(entry: Latency | None, sizes: Sequence[str]) -> list[tuple[str, str]]:
+def latency_cells(entry: Latency, sizes: Sequence[str]) -> list[tuple[str, str]]:
     """Return the cells of a decoder for :func:`latency_head`: estimate and range, which is empty without an interval.
 
     The estimate is ``--`` where nothing was measured.
     """
-    entry = entry or {}
     cells = [("--" if "1" not in entry else f"{entry['1']['tokens_per_second']:.0f}", "")] * ("1" in sizes)
     for size in sizes:
         estimate, low, high = entry[size]["times_baseline"] if size in entry else (None, None, None)
@@ -102,21 +90,16 @@ def latency_cells(entry: Latency | None, sizes: Sequence[str]) -> list[tuple[str
     return cells
 
 
-def latency_texts(entry: Latency | None, sizes: Sequence[str]) -> list[str]:
+def latency_texts(entry: Latency, sizes: Sequence[str]) -> list[str]:
     """Return :func:`latency_cells` with the range in brackets behind the estimate."""
     return [f"{estimate} ({interval})" if interval else estimate for estimate, interval in latency_cells(entry, sizes)]
 
 
-def latency_note(rows: Iterable[tuple[str, Latency | None]]) -> list[str]:
-    """Return a sentence that names the decoder to which the speeds are compared; nothing without such speeds.
-
-    Args:
-        rows: Decoders and their speeds measured in turns.
-    """
-    rows = list(rows)
-    names = list(dict.fromkeys(name for name, entry in rows if is_speed_baseline(entry)))
-    if not any(entry for _, entry in rows):
+def latency_note(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return a sentence that names the decoder to which the speeds are compared; nothing without such speeds."""
+    if not any(row.latency for row in rows):
         return []
+    names = list(dict.fromkeys(row.title for row in rows if is_speed_baseline(row.latency)))
     baseline = names[0] if len(names) == 1 else "the decoder of the same run at 1.00"
     return [f"times: as fast as {baseline}, measured in turns in one process; 95 % intervals over batches of prompts."]
 
@@ -141,7 +124,7 @@ def comparison_table(comparison: Comparison) -> tuple[list[str], list[list[str]]
     metrics = metric_columns(comparison.metrics)
     speeds = [figure for figure in FIGURES if figure[0] in ("tokens_per_second", "calls_per_batch")]
     head = ["decoder", *comparison.option_names.values(), "prompts", "score %", *(title for _, title, _ in metrics)]
-    sizes = latency_sizes(row.latency for row in comparison.rows)
+    sizes = latency_sizes(comparison.rows)
     head += ["tokens/forward", *latency_head(sizes), *(title for _, title, _ in speeds), "batch size"]
     head += ["Δ score", "Δ tokens/forward"]
     rows = []
@@ -149,7 +132,7 @@ def comparison_table(comparison: Comparison) -> tuple[list[str], list[list[str]]
         difference = comparison.find_difference(row)
         size = row.run.results["batch_size"]
         rows.append([
-            row.title + " *" * bool(row.mismatches),
+            _marked_title(row),
             *(row.options.get(name, "--") for name in comparison.option_names),
             comparison.count_prompts(row),
             _interval(row.score, 1, row),
@@ -174,7 +157,7 @@ def _interval(value: Interval | None, digits: int, row: ComparisonRow | None = N
 
 def _captions(comparison: Comparison) -> list[str]:
     """Return the sentences below a comparison's table."""
-    captions = [INTERVALS, *latency_note((row.title, row.latency) for row in comparison.rows)]
+    captions = [INTERVALS, *latency_note(comparison.rows)]
     if comparison.differences:
         captions.append(f"Differences from {comparison.baseline} are over the prompts that both rows have.")
     captions += [
@@ -234,11 +217,7 @@ def csv_table(comparison: Comparison) -> str:
             for suffix, key in (("", "estimate"), ("_low", "low"), ("_high", "high")):
                 values[name + suffix] = interval and getattr(interval, key)
         rows.append(values)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return format_csv(rows)
 
 
 def escape_markdown(text: str) -> str:

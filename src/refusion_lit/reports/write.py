@@ -17,7 +17,7 @@ from markupsafe import Markup
 from refusion_lit.reports.comparison import Comparison, ComparisonRow, compare
 from refusion_lit.reports.intervals import NUM_RESAMPLES, format_interval
 from refusion_lit.reports.plots import STYLE, speed_plot, tradeoff_plot, training_plots
-from refusion_lit.reports.results import NOTES_ON_SPEEDS, describe_environment
+from refusion_lit.reports.results import describe_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
 from refusion_lit.reports.tables import (
     FIGURES,
@@ -30,6 +30,7 @@ from refusion_lit.reports.tables import (
     latex_table,
     markdown_table,
     metric_columns,
+    print_comparison,
 )
 from refusion_lit.utils.files import require_writable, write_atomically
 from refusion_lit.utils.require import require
@@ -96,16 +97,20 @@ def _print_notes(notes: Sequence[str]) -> None:
     sys.stderr.writelines(f"note: {note}\n" for note in notes)
 
 
-def report_results(path: Path) -> None:
-    """Write a finished test's or sweep's report; warn if that fails, because its results are already on disk.
+def report_results(path: Path, title: str) -> None:
+    """Print the figures of a finished test or sweep and write its report.
+
+    Warns if the report cannot be written, because the results are already on disk.
 
     Args:
         path: The test's ``results.json``, or the sweep's directory.
+        title: Title of the printed table.
     """
     directory = path.parent if path.is_file() else path
     try:
         comparison = compare(*read_runs([path]))
-        _print_notes([note for note in comparison.notes if note not in NOTES_ON_SPEEDS])  # the printed table has them
+        print_comparison(title, comparison)
+        _print_notes(comparison.notes)
         sys.stderr.write(f"report: {write_comparison(comparison, directory / 'report')[0]}\n")
     except (ValueError, OSError) as error:
         warnings.warn(f"the results are written, but their report is not: {error}", stacklevel=2)
@@ -142,10 +147,10 @@ def html_report(comparison: Comparison, tradeoff: bytes | None = None) -> str:
             if figure[0] not in _NOT_IN_TABLE and any(row.figures.get(figure[0]) is not None for row in comparison.rows)
         ],
         metrics=metric_columns(comparison.metrics),
-        latency_sizes=latency_sizes(row.latency for row in comparison.rows),
+        latency_sizes=latency_sizes(comparison.rows),
         latency_head=latency_head,
         latency_cells=latency_cells,
-        latency_note=" ".join(latency_note((row.title, row.latency) for row in comparison.rows)),
+        latency_note=" ".join(latency_note(comparison.rows)),
         training=list(map(Markup, training_plots(runs))),
         plot_style=STYLE,
         runs=[(run, _facts(run)) for run in runs],

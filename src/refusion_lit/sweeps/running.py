@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
-import json
 import os
 import shlex
 import shutil
@@ -32,6 +30,7 @@ from refusion_lit.utils.files import (
 )
 from refusion_lit.utils.nested import get_nested
 from refusion_lit.utils.require import require
+from refusion_lit.utils.rows import format_csv
 
 TableRow = dict[str, Any]
 _LOOK_SECONDS = 1.0
@@ -108,7 +107,7 @@ def run(
                     measure_points(finished, sweep.latency, bar.show)
         finally:  # write the table of the finished points even if interrupted
             rows = collect_rows(directory, points, sweep.option_names)
-            write_table(directory, rows)
+            write_atomically(directory / "results.csv", format_csv(rows))
     finally:
         lock.release()
     return rows
@@ -295,14 +294,3 @@ def collect_rows(directory: Path, points: Sequence[Point], option_names: Sequenc
             rows.append({**row, "latency": speeds} if speeds else row)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name) for name in columns} for row in rows]
-
-
-def write_table(directory: Path, rows: Sequence[TableRow]) -> None:
-    """Write ``results.csv``, with lists and mappings as JSON texts."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        cells = {name: json.dumps(v) if isinstance(v, (dict, list, tuple)) else v for name, v in row.items()}
-        writer.writerow(cells)
-    write_atomically(directory / "results.csv", text.getvalue())

@@ -7,7 +7,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -256,6 +256,22 @@ def rows_in(data: Any) -> Iterator[DataRow]:  # noqa: ANN401 - any data set
                 f"{type(values).__name__} at index {number - 1}; return dicts."
             )
         yield DataRow(name, number, drop_nested_nulls(values) if has_columns else dict(values))
+
+
+def format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as a CSV file's text, with a column for every field; lists and mappings are written as JSON.
+
+    >>> print(format_csv([{"name": "a", "size": 4}, {"name": "b", "options": [1, 2]}]), end="")
+    name,size,options
+    a,4,
+    b,,"[1, 2]"
+    """
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({k: json.dumps(v) if isinstance(v, dict | list | tuple) else v for k, v in row.items()})
+    return text.getvalue()
 
 
 def drop_nested_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
