@@ -142,7 +142,8 @@ def test_all_weights_that_a_point_names_count(tmp_path: Path, option: str) -> No
     for content in ("one", "other"):
         weights.write_text(content)
         states.append(_input_states(point))
-    assert states[0]["checkpoint"] != states[1]["checkpoint"]
+    assert states[0].keys() == states[1].keys() == {str(weights)}
+    assert states[0] != states[1]
 
 
 def test_nothing_runs_if_a_point_is_invalid(tmp_path: Path, command: list[str], journal: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from refusion_lit.sweeps.launchers import LOCK, LOG, OUTCOME, POINT, Launcher, t
 from refusion_lit.sweeps.points import Point, Resolve, Sweep, plan
 from refusion_lit.utils.files import (
     acquire_lock,
-    digest,
     read_object,
     require_writable,
     write_atomically,
@@ -33,7 +31,6 @@ from refusion_lit.utils.require import require
 from refusion_lit.utils.rows import format_csv
 
 TableRow = dict[str, Any]
-_LOOK_SECONDS = 1.0
 COMMAND = (sys.executable, "-m", "refusion_lit.cli")
 _WEIGHTS = {".ckpt", ".safetensors", ".bin", ".pt", ".distcp"}
 """Suffixes of weight files. Other files beside them, such as a report or a model card, change no result."""
@@ -103,8 +100,10 @@ def run(
                 from refusion_lit.sweeps.latency import measure_points
 
                 finished = {_folder(directory, point): point for point in points if is_finished(directory, point)}
-                with _Bar(console, "speeds, one decoder at a time") as bar:
-                    measure_points(finished, sweep.latency, bar.show)
+                _print_line(console, "measuring speeds, one decoder at a time")
+                with _bar(console) as bar:
+                    task = bar.add_task("speeds", total=None)
+                    measure_points(finished, sweep.latency, partial(bar.update, task))
         finally:  # write the table of the finished points even if interrupted
             rows = collect_rows(directory, points, sweep.option_names)
             write_atomically(directory / "results.csv", format_csv(rows))
@@ -114,11 +113,9 @@ def run(
 
 
 def is_finished(directory: Path, point: Point) -> bool:
-    """Return whether a point has readable results, and its checkpoint and data files are unchanged or missing."""
+    """Return whether a point has readable results, and the files that it read are unchanged or missing."""
     folder = _folder(directory, point)
-    recorded = read_object(folder / POINT)
-    states = _input_states(point).items()
-    is_current = all(recorded.get(name, now) == now or now == digest([]) for name, now in states)
+    is_current = _input_states(point).items() <= read_object(folder / POINT).get("inputs", {}).items()
     is_finished = is_current and read_object(folder / OUTCOME).get("status") == "finished"
     return is_finished and bool(_read_results(folder))
 
@@ -131,15 +128,15 @@ def _read_results(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _input_states(point: Point) -> dict[str, str]:
-    """Hash names, sizes and times of the files that a point reads: its initial weights, and its data."""
-    weights, data = set(), set()
+def _input_states(point: Point) -> dict[str, list[int]]:
+    """Return size and time of every file that a point reads: of its initial weights, and of its data."""
+    files: set[Path] = set()
     for config in point.configs.values():
         names = ("ckpt_path", "model.backbone.source", "model.backbone.draft", "model.decoding.verifier")
         for path in map(Path, filter(None, (get_nested(config, name) for name in names))):
-            weights |= {path} if path.is_file() else {file for file in path.rglob("*") if file.suffix in _WEIGHTS}
-        data |= _find_files(config.get("data"))
-    return {"checkpoint": _hash_files(weights), "data": _hash_files(data)}
+            files |= {path} if path.is_file() else {file for file in path.rglob("*") if file.suffix in _WEIGHTS}
+        files |= _find_files(config.get("data"))
+    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)}
 
 
 def _find_files(values: object) -> set[Path]:
@@ -148,10 +145,6 @@ def _find_files(values: object) -> set[Path]:
         return {Path(values)} if os.path.isfile(values) else set()
     children = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
     return set().union(*map(_find_files, children))
-
-
-def _hash_files(files: set[Path]) -> str:
-    return digest(sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files))
 
 
 def commands(directory: Path, point: Point, command: Sequence[str] = COMMAND) -> dict[str, list[str]]:
@@ -195,63 +188,26 @@ def _prepare(folder: Path, point: Point, command_lines: dict[str, list[str]]) ->
     for subcommand, config in point.configs.items():
         write_atomically(folder / f"{subcommand}.yaml", yaml.safe_dump(config, sort_keys=False))
     values = {"id": point.id, "options": point.options, "seed": point.seed, "commands": command_lines}
-    write_json_atomically(folder / POINT, {**values, **_input_states(point)})
-
-
-class _Bar(Progress):
-    """A bar in a terminal. Elsewhere, a line for every tenth that is done, with the time left."""
-
-    def __init__(self, console: Console, name: str) -> None:
-        super().__init__(console=console, disable=not console.is_terminal)
-        self._task = self.add_task(name, total=None)
-        self._name = name
-        self._tenth = 0
-        self._start = time.monotonic()
-
-    def show(self, num_done: float, total: float) -> None:
-        """Show how much is done."""
-        self.update(self._task, completed=num_done, total=total)
-        tenth = int(10 * num_done / total)
-        if not self.console.is_terminal and self._tenth < tenth < 10:
-            self._tenth = tenth
-            left = (time.monotonic() - self._start) * (total - num_done) / num_done
-            _print_line(self.console, f"{self._name}: {10 * tenth} % done, about {left:.0f} s left")
+    write_json_atomically(folder / POINT, {**values, "inputs": _input_states(point)})
 
 
 def _launch(launcher: Launcher, points: dict[Path, Point], console: Console) -> None:
-    """Run points; print a line when a point ends, and show how far the points are."""
-    last_look = time.monotonic()
-    num_ended = 0
-    with _Bar(console, "points") as bar, closing(launcher.launch(list(points))) as ends:
-        for ended in ends:
-            if ended is not None:
-                num_ended += 1
-                folder, end = ended
-                outcome = read_object(folder / OUTCOME)
-                if not outcome:
-                    error = f"{end}, without a result\n{tail(folder / LOG)}".strip()
-                    outcome = {"status": "failed", "seconds": None, "error": error}
-                    write_json_atomically(folder / OUTCOME, outcome)
-                duration = "" if outcome["seconds"] is None else f" in {outcome['seconds']:.1f} s"
-                line = f"[{num_ended}/{len(points)}] {outcome['status']}{duration}: {points[folder].label}"
-                _print_line(console, "\n".join([line, *filter(None, [outcome.get("error")])]))
-            elif time.monotonic() < last_look + _LOOK_SECONDS:
-                continue
-            last_look = time.monotonic()
-            bar.show(sum(_share_done(folder, point) for folder, point in points.items()), len(points))
+    """Run points; print a line when a point ends."""
+    with _bar(console) as bar, closing(launcher.launch(list(points))) as ends:
+        for number, (folder, end) in enumerate(bar.track(ends, len(points), description="points"), start=1):
+            outcome = read_object(folder / OUTCOME)
+            if not outcome:
+                error = f"{end}, without a result\n{tail(folder / LOG)}".strip()
+                outcome = {"status": "failed", "seconds": None, "error": error}
+                write_json_atomically(folder / OUTCOME, outcome)
+            duration = "" if outcome["seconds"] is None else f" in {outcome['seconds']:.1f} s"
+            line = f"[{number}/{len(points)}] {outcome['status']}{duration}: {points[folder].label}"
+            _print_line(console, "\n".join([line, *filter(None, [outcome.get("error")])]))
 
 
-def _share_done(folder: Path, point: Point) -> float:
-    """Return the share of a point that is done: of its training's steps, or 1 if the point has ended."""
-    if (folder / OUTCOME).exists():
-        return 1.0
-    num_steps = get_nested(point.configs, "fit.trainer.max_steps")
-    try:
-        with (folder / "fit" / "metrics.csv").open(encoding="utf-8", newline="") as lines:
-            steps = [int(row["step"]) for row in csv.DictReader(lines) if (row.get("step") or "").isdigit()]
-    except (OSError, KeyError):
-        return 0.0
-    return 0.95 * min(max(steps, default=0) / num_steps, 1) if num_steps and num_steps > 0 else 0.0
+def _bar(console: Console) -> Progress:
+    """Return a progress bar, which only a terminal shows."""
+    return Progress(console=console, disable=not console.is_terminal)
 
 
 def _print_line(console: Console, line: str) -> None:
@@ -286,11 +242,11 @@ def collect_rows(directory: Path, points: Sequence[Point], option_names: Sequenc
             **{name: point.options.get(name) for name in option_names},
         }
         results = _read_results(folder) if outcome["status"] == "finished" else {}
-        for decoder, figures in (results.get("results") or {None: {}}).items():
-            reasons = "; ".join((results.get("mismatches") or {}).get(decoder, [])) if figures else None
-            options = (results.get("decoders") or {}).get(decoder) or {}
-            speeds = read_latency(results).get(decoder) if figures and decoder else None
-            row = {**common, "decoder": decoder, "class": options.get("class"), "mismatch": reasons, **figures}
-            rows.append({**row, "latency": speeds} if speeds else row)
+        for decoder, figures in results.get("results", {None: {}}).items():
+            about = {"decoder": decoder, "class": get_nested(results, f"decoders.{decoder}.class"), "mismatch": None}
+            if figures:
+                about["mismatch"] = "; ".join(results["mismatches"].get(decoder, []))
+            speeds = read_latency(results).get(decoder)
+            rows.append({**common, **about, **figures, **({"latency": speeds} if speeds else {})})
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: row.get(name) for name in columns} for row in rows]
