@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -39,6 +39,8 @@ PRINTED = tuple(figure for figure in FIGURES if figure[0] in _PRINTED_KEYS)
 _WIDTH_OF_FILES = 1000
 Latency = Mapping[str, Mapping[str, Any]]
 """A decoder's speeds measured in turns, by batch size."""
+Cell = tuple[str, ...]
+"""A text, or an estimate with the ends of its interval."""
 
 
 def print_comparison(title: str, comparison: Comparison) -> None:
@@ -46,18 +48,19 @@ def print_comparison(title: str, comparison: Comparison) -> None:
 
     Speeds that were measured in turns replace the speeds of the test.
     """
-    rows, sizes = comparison.rows, latency_sizes(comparison.rows)
+    rows, sizes = comparison.rows, _latency_sizes(comparison.rows)
     replaced = ("tokens_per_second", "calls_per_batch") if sizes else ()
     columns = with_metrics([column for column in PRINTED if column[0] not in replaced], comparison.metrics)
     marks = [f"* {MISMATCH}"] * any(row.mismatches for row in rows)
     table = Table(title=title, caption="\n".join([*marks, *latency_note(rows)]) or None)
     for name in ("decoder", *comparison.option_names.values()):
         table.add_column(name, overflow="fold")
-    for name in (*(column_title for _, column_title, _ in columns), *latency_head(sizes)):
+    for name in (*(column_title for _, column_title, _ in columns), *_latency_head(sizes)):
         table.add_column(name, justify="right", overflow="fold")
     for row in rows:
         texts = [_marked_title(row), *(row.options.get(name, "--") for name in comparison.option_names)]
-        table.add_row(*map(Text, [*texts, *cells(row.figures, columns), *latency_texts(row.latency, sizes)]))
+        speeds = map(_as_text, _latency_cells(row.latency, sizes))
+        table.add_row(*map(Text, [*texts, *cells(row.figures, columns), *speeds]))
     Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES).print(table)
 
 
@@ -66,33 +69,24 @@ def _marked_title(row: ComparisonRow) -> str:
     return row.title + " *" * bool(row.mismatches)
 
 
-def latency_sizes(rows: Sequence[ComparisonRow]) -> list[str]:
+def _latency_sizes(rows: Sequence[ComparisonRow]) -> list[str]:
     """Return the batch sizes of the rows' speeds, ascending."""
     return sorted({size for row in rows for size in row.latency}, key=int)
 
 
-def latency_head(sizes: Sequence[str]) -> list[str]:
+def _latency_head(sizes: Sequence[str]) -> list[str]:
     """Return column names: tokens per second one prompt at a time, and the ratios to the baseline by batch size."""
     titles = ["times, alone" if size == "1" else f"times, batch {size}" for size in sizes]
     return ["tokens/s, alone", *titles] if "1" in sizes else titles
 
 
-def latency_cells(entry: Latency, sizes: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the cells of a decoder for :func:`latency_head`: estimate and range, which is empty without an interval.
-
-    The estimate is ``--`` where nothing was measured.
-    """
-    cells = [("--" if "1" not in entry else f"{entry['1']['tokens_per_second']:.0f}", "")] * ("1" in sizes)
+def _latency_cells(entry: Latency, sizes: Sequence[str]) -> list[Cell]:
+    """Return the cells of a decoder for :func:`_latency_head`; ``--`` where nothing was measured."""
+    cells: list[Cell] = [("--" if "1" not in entry else f"{entry['1']['tokens_per_second']:.0f}",)] * ("1" in sizes)
     for size in sizes:
-        estimate, low, high = entry[size]["times_baseline"] if size in entry else (None, None, None)
-        text = "--" if estimate is None else f"{estimate:.2f}"
-        cells.append((text, "" if low == high else f"{low:.2f} to {high:.2f}"))
+        ratio = [f"{number:.2f}" for number in entry[size]["times_baseline"]] if size in entry else ["--"]
+        cells.append(tuple(ratio if len({*ratio}) > 1 else ratio[:1]))
     return cells
-
-
-def latency_texts(entry: Latency, sizes: Sequence[str]) -> list[str]:
-    """Return :func:`latency_cells` with the range in brackets behind the estimate."""
-    return [f"{estimate} ({interval})" if interval else estimate for estimate, interval in latency_cells(entry, sizes)]
 
 
 def latency_note(rows: Sequence[ComparisonRow]) -> list[str]:
@@ -119,40 +113,56 @@ def cells(figures: Mapping[str, Any], columns: Sequence[tuple[str, str, str]]) -
     return ["--" if figures.get(key) is None else template.format(figures[key]) for key, _, template in columns]
 
 
-def comparison_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Return a comparison's table as texts: its head, and rows with intervals and differences from the baseline."""
+def comparison_table(
+    comparison: Comparison, keys: Collection[str] = ("tokens_per_second", "calls_per_batch")
+) -> tuple[list[str], list[list[Cell]]]:
+    """Return the head and the cells of a comparison's table; the first cells of a row are the decoder and its options.
+
+    Args:
+        comparison: The comparison.
+        keys: Names of figures that are shown without intervals.
+    """
     metrics = metric_columns(comparison.metrics)
-    speeds = [figure for figure in FIGURES if figure[0] in ("tokens_per_second", "calls_per_batch")]
-    head = ["decoder", *comparison.option_names.values(), "prompts", "score %", *(title for _, title, _ in metrics)]
-    sizes = latency_sizes(comparison.rows)
-    head += ["tokens/forward", *latency_head(sizes), *(title for _, title, _ in speeds), "batch size"]
-    head += ["Δ score", "Δ tokens/forward"]
+    others = [figure for figure in FIGURES if figure[0] in keys]
+    sizes = _latency_sizes(comparison.rows)
+    head = ["decoder", *comparison.option_names.values(), "prompts", "score %", *comparison.metrics, "tokens/forward"]
+    head += [*_latency_head(sizes), *(title for _, title, _ in others), "batch size"]
     rows = []
     for row in comparison.rows:
-        difference = comparison.find_difference(row)
         size = row.run.results["batch_size"]
+        texts = [row.title, *(row.options.get(name, "--") for name in comparison.option_names)]
         rows.append([
-            _marked_title(row),
-            *(row.options.get(name, "--") for name in comparison.option_names),
-            comparison.count_prompts(row),
-            _interval(row.score, 1, row),
-            *cells(row.figures, metrics),
-            _interval(row.tokens_per_forward, 2, row),
-            *latency_texts(row.latency, sizes),
-            *cells(row.figures, speeds),
-            "--" if size is None else f"{size:.0f}",
-            _interval(difference and difference.score, 1),
-            _interval(difference and difference.tokens_per_forward, 2),
+            *((text,) for text in (*texts, comparison.count_prompts(row))),
+            format_interval(row.score, 1)[: None if row.has_intervals else 1],
+            *((text,) for text in cells(row.figures, metrics)),
+            format_interval(row.tokens_per_forward, 2)[: None if row.has_intervals else 1],
+            *_latency_cells(row.latency, sizes),
+            *((text,) for text in cells(row.figures, others)),
+            ("--" if size is None else f"{size:.0f}",),
         ])  # fmt: skip
     return head, rows
 
 
-def _interval(value: Interval | None, digits: int, row: ComparisonRow | None = None) -> str:
-    """Format a row's interval, or a difference; a row without predictions has the estimate alone."""
-    if value is None:
-        return "--"
-    estimate, low, high = format_interval(value, digits, signed=row is None)
-    return f"{estimate} [{low}, {high}]" if row is None or row.has_intervals else estimate
+def difference_cell(value: Interval | None, digits: int) -> Cell:
+    """Return the cell of a difference from the baseline."""
+    return ("--",) if value is None else format_interval(value, digits, signed=True)
+
+
+def _as_text(cell: Cell) -> str:
+    estimate, *ends = cell
+    return f"{estimate} [{', '.join(ends)}]" if ends else estimate
+
+
+def _text_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of a comparison's table as texts, with differences from the baseline."""
+    head, rows = comparison_table(comparison)
+    texts = []
+    for row, line in zip(comparison.rows, rows, strict=True):
+        difference = comparison.find_difference(row)
+        line += [difference_cell(difference and difference.score, 1)]
+        line += [difference_cell(difference and difference.tokens_per_forward, 2)]
+        texts.append([_marked_title(row), *map(_as_text, line[1:])])
+    return [*head, "Δ score", "Δ tokens/forward"], texts
 
 
 def _captions(comparison: Comparison) -> list[str]:
@@ -172,7 +182,7 @@ def _captions(comparison: Comparison) -> list[str]:
 
 def markdown_table(comparison: Comparison) -> str:
     """Return a comparison as a Markdown table, with its caption below."""
-    head, rows = comparison_table(comparison)
+    head, rows = _text_table(comparison)
     num_texts = 1 + len(comparison.option_names)
     lines = [[*map(escape_markdown, row[:num_texts]), *row[num_texts:]] for row in rows]
     for line in lines:
@@ -184,7 +194,7 @@ def markdown_table(comparison: Comparison) -> str:
 
 def latex_table(comparison: Comparison) -> str:
     """Return a comparison as a LaTeX table with ``booktabs`` rules."""
-    head, rows = comparison_table(comparison)
+    head, rows = _text_table(comparison)
     num_texts = 1 + len(comparison.option_names)
     rows = [
         [*row[:num_texts], *(re.sub(r"-(?=\d)", "\N{MINUS SIGN}", cell) for cell in row[num_texts:])] for row in rows

@@ -15,21 +15,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from refusion_lit.reports.comparison import Comparison, ComparisonRow, compare
-from refusion_lit.reports.intervals import NUM_RESAMPLES, format_interval
+from refusion_lit.reports.intervals import NUM_RESAMPLES
 from refusion_lit.reports.plots import STYLE, speed_plot, tradeoff_plot, training_plots
 from refusion_lit.reports.results import describe_environment
 from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
 from refusion_lit.reports.tables import (
-    FIGURES,
-    cells,
+    comparison_table,
     csv_table,
-    latency_cells,
-    latency_head,
+    difference_cell,
     latency_note,
-    latency_sizes,
     latex_table,
     markdown_table,
-    metric_columns,
     print_comparison,
 )
 from refusion_lit.utils.files import require_writable, write_atomically
@@ -125,6 +121,8 @@ def html_report(comparison: Comparison, tradeoff: bytes | None = None) -> str:
     """
     runs = comparison.runs
     examples, num_differing = _examples(comparison)
+    recorded = {key for row in comparison.rows for key, value in row.figures.items() if value is not None}
+    keys = recorded - {*_NOT_IN_TABLE}
     environment = Environment(
         loader=PackageLoader("refusion_lit", "reports"),
         autoescape=True,
@@ -139,17 +137,8 @@ def html_report(comparison: Comparison, tradeoff: bytes | None = None) -> str:
         title=", ".join(dict.fromkeys(run.source for run in runs)),
         speed=Markup(speed_plot(comparison)) if any("1" in row.latency for row in comparison.rows) else None,
         tradeoff=Markup((tradeoff or tradeoff_plot(comparison)).decode()),
-        cells=cells,
-        format_interval=format_interval,
-        figures=[
-            figure
-            for figure in FIGURES
-            if figure[0] not in _NOT_IN_TABLE and any(row.figures.get(figure[0]) is not None for row in comparison.rows)
-        ],
-        metrics=metric_columns(comparison.metrics),
-        latency_sizes=latency_sizes(comparison.rows),
-        latency_head=latency_head,
-        latency_cells=latency_cells,
+        table=comparison_table(comparison, keys),
+        difference_cell=difference_cell,
         latency_note=" ".join(latency_note(comparison.rows)),
         training=list(map(Markup, training_plots(runs))),
         plot_style=STYLE,
