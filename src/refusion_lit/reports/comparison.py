@@ -22,7 +22,6 @@ from refusion_lit.reports.results import (
     note_on_speeds,
     read_latency,
     shorten_value,
-    with_class,
 )
 from refusion_lit.reports.runs import Run, ScoredPrediction
 
@@ -77,8 +76,13 @@ class ComparisonRow:
     @property
     def title(self) -> str:
         """The row's name, followed by the decoder's class if that is another word."""
-        options = self.run.results["decoders"].get(self.decoder) or {}
-        return self.name + with_class(self.decoder, options.get("class")).removeprefix(self.decoder)
+        is_other = self.decoder_class and self.decoder.replace("_", "").lower() != self.decoder_class.lower()
+        return f"{self.name} ({self.decoder_class})" if is_other else self.name
+
+    @property
+    def decoder_class(self) -> str:
+        """The decoder's class; empty if it was not recorded."""
+        return str(self.run.results["decoders"].get(self.decoder, {}).get("class") or "")
 
     @property
     def has_intervals(self) -> bool:

@@ -8,7 +8,7 @@ the named model commits as many tokens per call as the model that was run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from typing import Any
@@ -249,17 +249,24 @@ def _read(lines: Any, row: ComparisonRow) -> CallShapes:  # noqa: ANN401 - JSON
 
 def _table(name: str, model: ModelSize, device: Device, entries: Sequence[_Entry], baseline: str | None) -> str:
     """Return a target's table with its constants."""
+
+    def is_baseline(row: ComparisonRow) -> bool:
+        named = (row.label, row.decoder, row.method)
+        return row.decoder_class == "Autoregressive" if baseline is None else baseline in named
+
     projections = [project(shapes, model, device) for *_, shapes in entries]
-    speeds = {
-        (batches, row.label): num_tokens / projection.seconds if projection.seconds else 0.0
-        for (row, batches, num_tokens, _), projection in zip(entries, projections, strict=True)
-    }
+    speeds = [
+        num_tokens / projection.seconds if projection.seconds else 0.0
+        for (_, _, num_tokens, _), projection in zip(entries, projections, strict=True)
+    ]
+    bases: dict[str, float] = {}  # speeds of the baseline, or else of the first row, by what was decoded
+    for (_, batches, *_), speed in sorted(zip(entries, speeds, strict=True), key=lambda e: not is_baseline(e[0][0])):
+        bases.setdefault(batches, speed)
     table = [
         "| decoder | decoded | tokens/call | positions/token | predicted tokens/s | most time | times baseline |",
         "| --- | --- | --: | --: | --: | --- | --: |",
     ]
-    for (row, batches, num_tokens, shapes), projection in zip(entries, projections, strict=True):
-        speed, base = speeds[batches, row.label], speeds[batches, _baseline(entries, batches, baseline)]
+    for (row, batches, num_tokens, shapes), projection, speed in zip(entries, projections, speeds, strict=True):
         num_calls = sum(calls for (_, positions, _), (calls, _) in shapes.counts.items() if positions)
         num_positions = sum(positions * calls for (_, positions, _), (calls, _) in shapes.counts.items())
         part, seconds = max(asdict(projection).items(), key=itemgetter(1))
@@ -270,7 +277,7 @@ def _table(name: str, model: ModelSize, device: Device, entries: Sequence[_Entry
             f"{num_positions / max(num_tokens, 1):.1f}",
             f"{speed:.0f}",
             f"{part} {100 * seconds / max(projection.seconds, 1e-30):.0f} %",
-            f"{speed / base:.2f}" if base else "--",
+            f"{speed / bases[batches]:.2f}" if bases[batches] else "--",
         ]
         table.append("| " + " | ".join(cells) + " |")
     note = (
@@ -280,16 +287,3 @@ def _table(name: str, model: ModelSize, device: Device, entries: Sequence[_Entry
         f"({device.source})."
     )
     return "\n".join([f"## {name}: predicted, not measured", "", *table, "", note, ""])
-
-
-def _baseline(entries: Sequence[_Entry], batches: str, name: str | None) -> str:
-    """Return the label of the row that rows with the same batches are compared with."""
-    rows = [row for row, decoded, _, _ in entries if decoded == batches]
-
-    def is_named(row: ComparisonRow) -> bool:
-        if name is not None:
-            return name in (row.label, row.decoder, row.method)
-        options: Mapping[str, Any] = row.run.results["decoders"].get(row.decoder) or {}
-        return options.get("class") == "Autoregressive"
-
-    return next((row.label for row in rows if is_named(row)), rows[0].label)

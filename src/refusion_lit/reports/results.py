@@ -48,6 +48,8 @@ _SPEEDS = ("tokens_per_second", "latency_median", "latency_p95", "seconds")
 def read_results(path: Path) -> dict[str, Any] | None:
     """Read a ``results.json``; missing fields become empty. Return ``None`` if another program wrote the file.
 
+    Speeds are left out if the test ran beside other points of a sweep.
+
     Raises:
         ValueError: If the file cannot be read, or a field has another type.
     """
@@ -55,11 +57,6 @@ def read_results(path: Path) -> dict[str, Any] | None:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); restore the file or remove it.") from error
-    return parse_results(values, path)
-
-
-def parse_results(values: Any, path: Path) -> dict[str, Any] | None:  # noqa: ANN401 - any JSON value
-    """Check ``results.json`` and fill in missing fields; see :func:`read_results`."""
     figures = values.get("results") if isinstance(values, dict) else None
     is_ours = (
         isinstance(figures, dict) and figures and all(isinstance(f, dict) and "score" in f for f in figures.values())
@@ -80,7 +77,11 @@ def parse_results(values: Any, path: Path) -> dict[str, Any] | None:  # noqa: AN
     require(is_list, f"{path}: metrics", "a list of names", names, "correct the field, or leave it out")
     require(not wrong, str(path), "mappings", ", ".join(wrong), fix)
     mappings = {name: values.get(name) or {} for name in _MAPPINGS}
-    return without_speeds({**values, **mappings, "metrics": names, "batch_size": size})
+    results = {**values, **mappings, "metrics": names, "batch_size": size}
+    for figures in values["results"].values() if ran_concurrently(results) else ():
+        for name in _SPEEDS:
+            figures.pop(name, None)
+    return results
 
 
 def ran_concurrently(results: Mapping[str, Any]) -> bool:
@@ -115,17 +116,6 @@ def is_speed_baseline(latency: Mapping[str, Mapping[str, Any]] | None) -> bool:
     return bool(latency) and all(figures["times_baseline"] == [1.0, 1.0, 1.0] for figures in latency.values())
 
 
-def without_speeds(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove speeds from ``results.json`` if the test ran beside other sweep points."""
-    if not ran_concurrently(results):
-        return dict(results)
-    kept = {
-        decoder: {name: value for name, value in figures.items() if name not in _SPEEDS}
-        for decoder, figures in results["results"].items()
-    }
-    return {**results, "results": kept}
-
-
 def read_config(directory: Path) -> dict[str, Any] | None:
     """Read a run's resolved config and cut long texts; return ``None`` without a config.
 
@@ -145,12 +135,6 @@ def _shorten(value: Any) -> Any:  # noqa: ANN401 - YAML
     if isinstance(value, str) and len(value) > _MAX_TEXT_LENGTH:
         return f"{value[:_NUM_KEPT]} ... ({len(value)} characters)"
     return value
-
-
-def with_class(name: str, decoder: object) -> str:
-    """Return a decoder's name, followed by its class if that is known and another word."""
-    is_other = isinstance(decoder, str) and name.replace("_", "").lower() != decoder.lower()
-    return f"{name} ({decoder})" if is_other else name
 
 
 def shorten_value(value: Any) -> str:  # noqa: ANN401 - an option's value
