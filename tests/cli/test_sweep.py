@@ -174,6 +174,50 @@ def test_options_of_a_decoder_of_ones_own_are_swept(tmp_path: Path, monkeypatch:
     ]
 
 
+@pytest.mark.parametrize("option", ["model.objective.eps", "test.model.objective.eps", "model.objective.init_args.eps"])
+def test_a_swept_component_keeps_options_that_are_written_before_it(option: str, tmp_path: Path) -> None:
+    grid = {"model.objective": ["Hybrid", "Masked"]}
+    resolve = make_resolver()
+    for shared, swept in (({option: 0.5}, {}), ({}, {option: [0.5, 0.25]})):
+        file = Path(_write(tmp_path, options=shared, grid={**swept, **grid}, launcher="Local"))
+        objectives = [
+            point.configs["test"]["model"]["objective"] for point in plan(read_sweep(file), tmp_path, resolve)
+        ]
+        actual = [
+            (objective["class_path"].rpartition(".")[2], objective["init_args"]["eps"]) for objective in objectives
+        ]
+        assert sorted(actual) == [
+            (name, eps) for name in ("Hybrid", "Masked") for eps in sorted(swept.get(option, [0.5]))
+        ]
+
+
+def test_a_component_replaces_another_of_its_class_as_a_whole(tmp_path: Path) -> None:
+    serial = {"model.decoders.refusion.num_serial_blocks": 2, "model.decoders.refusion.slot_size": 4}
+    whole = {"refusion": {"class_path": "ReFusion", "init_args": {"slot_size": 4}}}
+    file = Path(_write(tmp_path, entries=[serial, {"model.decoders": whole}], launcher="Local"))
+    points = plan(read_sweep(file), tmp_path, make_resolver())
+    decoders = [point.configs["test"]["model"]["decoders"]["refusion"]["init_args"] for point in points]
+    assert [(decoder["slot_size"], decoder["num_serial_blocks"]) for decoder in decoders] == [(4, 2), (4, None)]
+
+
+def test_a_swept_seed_goes_before_those_of_the_base(tmp_path: Path) -> None:
+    """A run's own config names all options, and model.seed and data.seed would be the same in all points."""
+    base = {**yaml.safe_load(Path(QUICKSTART).read_text()), "seed_everything": 0}
+    base["model"]["seed"] = base["data"]["seed"] = 0
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    resolve, seeds = make_resolver(), []
+    for values in (
+        {"grid": {"seed_everything": [1, 2]}},
+        {"options": {"test.seed_everything": 3, "data.seed": 4}},
+        {"options": {"data.task.num_test": 5}},
+    ):
+        file = Path(_write(tmp_path, **{"base": ["base.yaml"], "launcher": "Local", **values}))
+        for point in plan(read_sweep(file), tmp_path, resolve):
+            config = point.configs["test"]
+            seeds.append((config["seed_everything"], config["model"]["seed"], config["data"]["seed"]))
+    assert seeds == [(1, 1, 1), (2, 2, 2), (3, 3, 4), (0, 0, 0)]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -38,9 +38,10 @@ else:
 """
 
 
-def resolve(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Fake of the real parser: fills in defaults, refuses unknown options."""
-    if unknown := config.keys() - {
+def resolve(subcommand: str, config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Fake of the real parser: fills in defaults, refuses unknown options, and leaves dotted names as they are."""
+    config = {**config, **options}
+    if unknown := {name.partition(".")[0] for name in config} - {
         "x",
         "journal",
         "waits_for",

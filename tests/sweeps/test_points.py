@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from refusion_lit.reports.results import shorten_value
-from refusion_lit.sweeps.points import Sweep, overlay, plan, set_option
+from refusion_lit.sweeps.points import Sweep, overlay, plan
 from sweeps.conftest import resolve
 
 
@@ -33,21 +33,6 @@ def test_points_are_all_combinations_of_entries_and_grid() -> None:
 def test_a_wrong_sweep_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sweep(**options)
-
-
-def test_a_plain_name_below_a_component_is_an_init_arg() -> None:
-    config: dict[str, Any] = {"decoders": {"main": {"class_path": "ReFusion"}}, "callbacks": []}
-    set_option(config, "decoders.main.slot_size", 4)
-    set_option(config, "data.task.num", 3)
-    assert config == {
-        "decoders": {"main": {"class_path": "ReFusion", "init_args": {"slot_size": 4}}},
-        "callbacks": [],
-        "data": {"task": {"num": 3}},
-    }
-    with pytest.raises(ValueError, match=r"group of options at callbacks.*; correct the name"):
-        set_option(config, "callbacks.0.every", 2)
-    with pytest.raises(ValueError, match=r"group of options at data\.task\.num.*; correct the name"):
-        set_option(config, "data.task.num.more", 1)
 
 
 def test_overlay_merges_groups_and_replaces_components() -> None:
@@ -80,25 +65,9 @@ def test_options_of_one_subcommand_and_paths_relative_to_the_sweep_file(tmp_path
     )
     (point,) = plan(sweep, tmp_path, resolve)
     assert (point.configs["fit"]["x"], point.configs["test"]["x"]) == (2, 3)
-    assert point.configs["test"]["group"] == {
-        "a": 1,
-        "file": str(tmp_path / "some.txt"),
-        "name": "some.txt",
-    }
-
-
-@pytest.mark.parametrize("option", ["group.objective.eps", "test.group.objective.eps", "group.objective.init_args.eps"])
-def test_a_swept_component_keeps_options_that_are_written_before_it(option: str, tmp_path: Path) -> None:
-    def objectives(**options: Any) -> list[dict[str, Any]]:
-        return [point.configs["test"]["group"]["objective"] for point in plan(Sweep(**options), tmp_path, resolve)]
-
-    component = {"group.objective": ["Hybrid", "Masked"]}
-    shared = objectives(options={option: 0.5}, grid=component)
-    assert shared == [{"class_path": name, "init_args": {"eps": 0.5}} for name in ("Hybrid", "Masked")]
-    both = objectives(grid={option: [0.5, 0.25], **component})
-    assert [(objective["class_path"], objective["init_args"]["eps"]) for objective in both] == [
-        ("Hybrid", 0.5), ("Masked", 0.5), ("Hybrid", 0.25), ("Masked", 0.25),
-    ]  # fmt: skip
+    config = point.configs["test"]
+    names = ("group", "group.file", "group.name")
+    assert [config[name] for name in names] == [{"a": 1}, str(tmp_path / "some.txt"), "some.txt"]
 
 
 @pytest.mark.parametrize(
@@ -134,29 +103,6 @@ def test_wrong_points_are_refused_by_name(options: dict[str, Any], message: str,
 )
 def test_values_in_short(value: Any, text: str) -> None:
     assert shorten_value(value) == text
-
-
-def test_a_swept_seed_goes_before_those_of_the_base(tmp_path: Path) -> None:
-    """A run's own config names all options, and model.seed and data.seed would be the same in all points."""
-    (tmp_path / "base.yaml").write_text("seed_everything: 0\nmodel: {seed: 0, a: 1}\ndata: {seed: 0}\n")
-    seen: list[dict[str, Any]] = []
-
-    def recorded(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
-        seen.append(config)
-        return resolve(subcommand, {"seed_everything": config["seed_everything"]})
-
-    groups = {"model": {"a": 1}, "data": {}}
-
-    plan(Sweep(base=["base.yaml"], grid={"seed_everything": [1, 2]}), tmp_path, recorded)
-    of_test = {"test.seed_everything": 3, "data.seed": 4}
-    plan(Sweep(base=["base.yaml"], options=of_test), tmp_path, recorded)
-    plan(Sweep(base=["base.yaml"], options={"x": 1}), tmp_path, recorded)
-    assert seen == [
-        {"seed_everything": 1, **groups},
-        {"seed_everything": 2, **groups},
-        {"seed_everything": 3, "model": {"a": 1}, "data": {"seed": 4}},
-        {"seed_everything": 0, "model": {"seed": 0, "a": 1}, "data": {"seed": 0}, "x": 1},
-    ]
 
 
 def test_overrides_replace_options_wherever_they_stand_and_lists_become_a_grid() -> None:

@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import yaml
 
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.sweeps.launchers import Launcher
-from refusion_lit.sweeps.points import Sweep, plan
+from refusion_lit.sweeps.points import Resolve, Sweep, plan
 from refusion_lit.sweeps.running import list_points
 from refusion_lit.sweeps.running import run as run_sweep
 from refusion_lit.utils.files import read_yaml
@@ -133,8 +133,8 @@ def read_sweep(file: Path) -> Sweep:
     return Sweep(**{name: parsed[name] if name in components else value for name, value in values.items()})
 
 
-def make_resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
-    """Return a function that parses a config with the subcommand's parser and fills in every default."""
+def make_resolver() -> Resolve:
+    """Return a function that parses a config and options with the subcommand's parser and fills in every default."""
     from refusion_lit.cli.lightning import parse_only
     from refusion_lit.cli.resume import list_dirpaths
     from refusion_lit.decoding import Decoder
@@ -150,13 +150,14 @@ def make_resolver() -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     for name, kind in kinds.items():
         strategies.add_argument(f"--{name}", type=kind)
 
-    def resolve(subcommand: str, config: dict[str, Any]) -> dict[str, Any]:
+    def resolve(subcommand: str, config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in options.items()}
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "config.yaml"
             file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
             cli = command_line(subcommand)
             try:
-                parsed = cli.parse([subcommand, f"--config={file}"])
+                parsed = cli.parse([subcommand, f"--config={file}", *(f"--{n}={text}" for n, text in texts.items())])
             except ValueError as error:
                 raise ValueError(str(error).removeprefix(f"{file}: ")) from error
         parsed[subcommand].pop("config", None)

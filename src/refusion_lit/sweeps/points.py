@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,8 +17,11 @@ if TYPE_CHECKING:
     from refusion_lit.evaluation.latency import LatencyOptions
 
 Config = dict[str, Any]
-Resolve = Callable[[str, Config], Config]
-"""Takes a subcommand and its config; returns the config with every default filled in, or raises ValueError."""
+Resolve = Callable[[str, Config, Config], Config]
+"""Takes a subcommand, a config, and options by dotted name, which replace the config's.
+
+Returns the config with every default filled in, or raises ValueError.
+"""
 
 # Options that say where a run is stored; they do not change what it computes.
 _LOCATIONS = ("config", "runs_dir", "run_name", "run_version")
@@ -153,8 +155,8 @@ def plan(sweep: Sweep, directory: Path, resolve: Resolve) -> list[Point]:
 
 def _resolve(sweep: Sweep, subcommand: str, base: Config, options: Config, directory: Path, resolve: Resolve) -> Config:
     """Resolve a subcommand's config at a point."""
-    config = copy.deepcopy(base)
-    for name, value in sorted({**sweep.options, **options}.items(), key=lambda item: _depth(item[0])):
+    chosen: Config = {}
+    for name, value in {**sweep.options, **options}.items():
         scope, _, rest = name.partition(".")
         if scope in ("fit", "test"):
             expected = f"a subcommand of this sweep ({sweep.subcommands})"
@@ -163,19 +165,21 @@ def _resolve(sweep: Sweep, subcommand: str, base: Config, options: Config, direc
             if scope != subcommand:
                 continue
             name = rest
-        if name == "seed_everything":  # replaces the base's seeds too: the config of a run names all options
-            for group in (config.get("model"), config.get("data")):
-                if isinstance(group, dict):
-                    group.pop("seed", None)
         is_path = isinstance(value, str) and value.startswith(("./", "../"))
-        set_option(config, name, str((directory / value).resolve()) if is_path else copy.deepcopy(value))
-    resolved = resolve(subcommand, config)
+        chosen[name] = str((directory / value).resolve()) if is_path else value
+        base = _without(base, name)
+    # Sorted, a component comes before its options, which the component would otherwise replace.
+    resolved = resolve(subcommand, base, dict(sorted(chosen.items())))
     return {name: value for name, value in resolved.items() if name not in _LOCATIONS}
 
 
-def _depth(name: str) -> int:
-    """Return a sort key that puts a component before its options, which the component would otherwise replace."""
-    return sum(part not in ("fit", "test", "init_args") for part in name.split("."))
+def _without(config: Config, name: str) -> Config:
+    """Return a config without a dotted option: the parser would keep options of a component of the same class."""
+    first, _, rest = name.partition(".")
+    if not isinstance(config, dict) or first not in config:
+        return config
+    kept = {key: value for key, value in config.items() if key != first}
+    return {**kept, first: _without(config[first], rest)} if rest else kept
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Config:
@@ -187,24 +191,3 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> Config:
         old = merged.get(name)
         merged[name] = overlay(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
-
-
-def set_option(config: Config, name: str, value: Any) -> None:  # noqa: ANN401 - an option's value
-    """Set a dotted option in place; inside a component (``class_path``) a plain name belongs to its ``init_args``.
-
-    Raises:
-        ValueError: If a part before the last is no group.
-    """
-    *groups, last = name.split(".")
-    for number, part in enumerate([*groups, last]):
-        if "class_path" in config and part not in ("class_path", "init_args"):
-            config["init_args"] = config.get("init_args") or {}
-            config = config["init_args"]
-        if number == len(groups):
-            config[last] = value
-            return
-        group = {} if config.get(part) is None else config[part]
-        config[part] = {"class_path": group} if isinstance(group, str) else group  # a component's class name alone
-        expected = f"a group of options at {'.'.join(groups[: number + 1])}"
-        require(isinstance(config[part], dict), name, expected, group, "correct the name")
-        config = config[part]
