@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import refusion_lit
 from refusion_lit.decoding import Autoregressive, CausalBlockDiffusion, Decoder, LinearSpeculation, decode
 from refusion_lit.learning.batch import ResponseBatch
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import CausalBlockMasked
 from refusion_lit.types import Prompt, SamplingParams
-from support.published import published_model, reference, select_runs, with_batch_sizes
+from support.published import MODELS, published_model, reference, select_runs, with_batch_sizes
 
 EOS = 18
 GOLDEN = reference("nld_generate")
@@ -114,3 +119,32 @@ def test_losses(index: int) -> None:
 
 def test_the_checkpoint_names_decoder_and_block() -> None:
     assert published_model("nld-tiny").default_decoder == CausalBlockDiffusion(block_size=8, threshold=0.9)
+
+
+def test_a_config_with_the_values_of_the_published_3b_model_loads(tmp_path: Path) -> None:
+    """No padding token, and a context of a quarter of the original context of YaRN, whose factor is then 0.25."""
+    shutil.copytree(MODELS["nld-tiny"], tmp_path, dirs_exist_ok=True)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["pad_token_id"]
+    values["max_position_embeddings"] = 256
+    values["rope_parameters"] |= {"factor": 0.25, "original_max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    model = refusion_lit.load(tmp_path)
+    backbone = model.backbone
+
+    base, dim = values["rope_parameters"]["rope_theta"], values["head_dim"]
+    frequencies = base ** (-np.arange(0, dim, 2) / dim)
+    low, high = (dim * np.log(1024 / (beta * 2 * np.pi)) / (2 * np.log(base)) for beta in (32, 1))
+    ramp = ((np.arange(dim // 2) - np.floor(low)) / (np.ceil(high) - np.floor(low))).clip(0, 1)
+    rotary: Any = backbone.body.rotary_emb
+    assert rotary.inv_freq.tolist() == pytest.approx((frequencies * (1 - ramp) + frequencies / 0.25 * ramp).tolist())
+    assert rotary.attention_scaling == 1
+
+    [row] = model.generate(["12+34>"], max_new_tokens=16)
+    assert row.token_ids
+    ids = torch.arange(16)[None]
+    hidden = backbone.hidden_states(ids, ids, torch.ones(1, 16, 16).tril().bool())
+    hidden.square().sum().backward()
+    gradient = backbone.body.get_input_embeddings().weight.grad
+    assert gradient is not None
+    assert gradient[:16].abs().sum(-1).min() > 0, "a token that is read learns"

@@ -40,8 +40,12 @@ _NEXT_TOKEN = Autoregressive()
 @dataclass(frozen=True, kw_only=True)
 class _NemotronFormat(CheckpointFormat):
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a config; the default decoder uses the training's ``block_size``."""
-        options = super().library_options(values)
+        """Convert a config; the default decoder uses the training's ``block_size``.
+
+        Published configs name no padding. Ministral 3 would take 11, which is their EOS
+        token, and its embedding would not learn.
+        """
+        options = super().library_options({"pad_token_id": None, **values})
         for entry in ("rope_parameters", "rope_scaling"):
             rope = values.get(entry)
             for name in _ROPE if rope is not None else ():

@@ -309,7 +309,9 @@ def _check_rotary(config: Any, where: str) -> None:  # noqa: ANN401 - one class 
     for group in groups:
         for name, interval in _ROTARY_RANGES.items():
             if group.get(name) is not None:
-                require_range(f"{where}: {name}", group[name], interval)
+                # Nemotron-Labs-Diffusion 3B has a quarter of YaRN's original context, and the factor 0.25.
+                is_yarn_factor = name == "factor" and group.get("rope_type") == "yarn"
+                require_range(f"{where}: {name}", group[name], "(0, inf)" if is_yarn_factor else interval)
         if "rope_type" in group and _is_of_transformers(config):
             require_choice(f"{where}: rope_type", group["rope_type"], ("default", *ROPE_INIT_FUNCTIONS))
         if group.get("rope_type") != "longrope" or group.get("short_factor") == group.get("long_factor"):
