@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import re
 import warnings
 from pathlib import Path
 
@@ -29,3 +30,12 @@ def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert result.attempted
     assert not result.failed
+
+
+def test_the_site_shows_every_role_as_code() -> None:
+    pytest.importorskip("mkdocs", reason="needs mkdocs: pip install --group docs")
+    hook = importlib.import_module("docs.site_pages")
+    docstrings = "\n".join(path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py")))
+    html = re.sub(r"(?<!`)`([^`\n]+)`(?!`)", r"<code>\1</code>", docstrings)
+    assert re.search(r":\w+:<code>", html)
+    assert re.findall(r":[\w:]+:<code>.*", hook.on_page_content(html)) == []
