@@ -169,9 +169,10 @@ def write_predictions(file: Path, lines: Iterable[Mapping[str, Any]], fingerprin
 
 def _is_prediction(line: bytes) -> bool:
     try:
-        return "id" in json.loads(line)
-    except (ValueError, TypeError, RecursionError):
+        values = json.loads(line)
+    except (ValueError, RecursionError):
         return False
+    return isinstance(values, dict) and "id" in values
 
 
 class PredictionsFile:
