@@ -39,7 +39,7 @@ def test_every_entrant_decodes_every_batch_in_turn(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(latency, "_time_batch", record_turn)
     steps: list[tuple[int, int]] = []
     options = LatencyOptions(num_prompts=4, batch_sizes=(1, 2), min_batches=3)
-    actual = measure_latency(entrants, options, progress=lambda completed, total: steps.append((completed, total)))
+    actual = measure_latency(entrants, options, progress=lambda *counts: steps.append(counts))
     assert steps == [(number, len(turns)) for number in range(1, len(turns) + 1)]
     for start in range(0, len(turns), 2):  # both decode a batch before the next batch begins
         (first, batch), (second, again) = turns[start : start + 2]

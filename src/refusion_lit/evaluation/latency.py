@@ -118,7 +118,7 @@ def measure_latency(
     options: LatencyOptions,
     *,
     seed: int = 0,
-    progress: Callable[..., object] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[int, dict[str, Timings]]:
     """Measure speeds in turns: every entrant decodes a batch before the next batch begins.
 
@@ -129,7 +129,7 @@ def measure_latency(
         entrants: Decoders with their models, by name; all have the same prompts.
         options: Prompts and batch sizes.
         seed: Draws the prompts of every batch.
-        progress: Called with the number of finished batches, ``completed``, and of all batches, ``total``.
+        progress: Is called with the number of finished batches and the number of all batches.
 
     Returns:
         Speeds by batch size and name.
@@ -151,7 +151,7 @@ def measure_latency(
                     speeds[size][name].call_shapes.merge(output.call_shapes)
                 num_done += 1
                 if progress is not None:
-                    progress(completed=num_done, total=num_batches)
+                    progress(num_done, num_batches)
     return speeds
 
 

@@ -20,7 +20,9 @@ from refusion_lit.utils.nested import get_nested
 _SEPARATOR = "/"
 
 
-def measure_points(folders: Mapping[Path, Point], options: LatencyOptions, progress: Callable[..., object]) -> None:
+def measure_points(
+    folders: Mapping[Path, Point], options: LatencyOptions, progress: Callable[[int, int], None]
+) -> None:
     """Measure the decoders of finished points and write the speeds into their ``results.json``.
 
     A decoder decodes prompts of its point's test, with as many CPU threads as that test used. Decoders that a model
@@ -29,7 +31,7 @@ def measure_points(folders: Mapping[Path, Point], options: LatencyOptions, progr
     Args:
         folders: Finished points by directory.
         options: Prompts and batch sizes.
-        progress: See :func:`~refusion_lit.evaluation.latency.measure_latency`.
+        progress: Called with the number of decoded batches and of all batches.
     """
     results = {folder: read_object(folder / "test" / RESULTS) for folder in folders}
     tests = [[str(folder), values.get("fingerprints"), _num_threads(values)] for folder, values in results.items()]

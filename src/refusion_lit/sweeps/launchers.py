@@ -40,11 +40,12 @@ class Launcher(ABC):
     """Runs points in separate processes."""
 
     @abstractmethod
-    def launch(self, folders: Sequence[Path]) -> Generator[tuple[Path, str]]:
+    def launch(self, folders: Sequence[Path]) -> Generator[tuple[Path, str] | None]:
         """Run the points in some directories; closing the generator stops all running points.
 
         Yields:
-            A point's directory, and how its process or job ended, in words.
+            A point's directory, and how its process or job ended, in words. ``None`` several times a second while
+            points run.
         """
 
     def check(self) -> None:  # noqa: B027 - optional
@@ -65,7 +66,7 @@ class Local(Launcher):
     def __post_init__(self) -> None:
         require_at_least("num_workers", self.num_workers, 1)
 
-    def launch(self, folders: Sequence[Path]) -> Generator[tuple[Path, str]]:
+    def launch(self, folders: Sequence[Path]) -> Generator[tuple[Path, str] | None]:
         """See :meth:`Launcher.launch`."""
         num_concurrent = min(self.num_workers, len(folders))
         waiting = list(reversed(folders))
@@ -81,6 +82,7 @@ class Local(Launcher):
                     process = running.pop(folder)
                     _signal_group(process, signal.SIGKILL)  # subprocesses may outlive the point
                     yield folder, f"its process ended with exit code {process.returncode}"
+                yield None
                 time.sleep(_POLL_SECONDS)
         finally:
             for signal_number in (signal.SIGTERM, signal.SIGKILL):
@@ -130,7 +132,7 @@ class Slurm(Launcher):
         if self.cluster == "slurm" and submitit.SlurmExecutor.affinity() < 0:
             raise ValueError("launcher: expected a machine of a SLURM cluster, got one without srun; use Local.")
 
-    def launch(self, folders: Sequence[Path]) -> Generator[tuple[Path, str]]:
+    def launch(self, folders: Sequence[Path]) -> Generator[tuple[Path, str] | None]:
         """See :meth:`Launcher.launch`."""
         if not folders:
             return
@@ -146,6 +148,7 @@ class Slurm(Launcher):
             while running:
                 for folder in [folder for folder, job in running.items() if job.done()]:
                     yield folder, _describe_end(running.pop(folder))
+                yield None
                 time.sleep(_POLL_SECONDS)
         finally:
             for job in running.values():

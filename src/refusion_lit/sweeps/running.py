@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from refusion_lit.utils.require import require
 from refusion_lit.utils.rows import format_csv
 
 TableRow = dict[str, Any]
+_LOOK_SECONDS = 1.0
 COMMAND = (sys.executable, "-m", "refusion_lit.cli")
 _WEIGHTS = {".ckpt", ".safetensors", ".bin", ".pt", ".distcp"}
 """Suffixes of weight files. Other files beside them, such as a report or a model card, change no result."""
@@ -100,10 +102,8 @@ def run(
                 from refusion_lit.sweeps.latency import measure_points
 
                 finished = {_folder(directory, point): point for point in points if is_finished(directory, point)}
-                _print_line(console, "measuring speeds, one decoder at a time")
-                with _bar(console) as bar:
-                    task = bar.add_task("speeds", total=None)
-                    measure_points(finished, sweep.latency, partial(bar.update, task))
+                with _Bar(console, "speeds, one decoder at a time") as bar:
+                    measure_points(finished, sweep.latency, bar.show)
         finally:  # write the table of the finished points even if interrupted
             rows = collect_rows(directory, points, sweep.option_names)
             write_atomically(directory / "results.csv", format_csv(rows))
@@ -191,23 +191,60 @@ def _prepare(folder: Path, point: Point, command_lines: dict[str, list[str]]) ->
     write_json_atomically(folder / POINT, {**values, "inputs": _input_states(point)})
 
 
+class _Bar(Progress):
+    """A bar in a terminal. Elsewhere, a line for every tenth that is done, with the time left."""
+
+    def __init__(self, console: Console, name: str) -> None:
+        super().__init__(console=console, disable=not console.is_terminal)
+        self._task = self.add_task(name, total=None)
+        self._name = name
+        self._tenth = 0
+        self._start = time.monotonic()
+
+    def show(self, num_done: float, total: float) -> None:
+        """Show how much is done."""
+        self.update(self._task, completed=num_done, total=total)
+        tenth = int(10 * num_done / total)
+        if not self.console.is_terminal and self._tenth < tenth < 10:
+            self._tenth = tenth
+            left = (time.monotonic() - self._start) * (total - num_done) / num_done
+            _print_line(self.console, f"{self._name}: {10 * tenth} % done, about {left:.0f} s left")
+
+
 def _launch(launcher: Launcher, points: dict[Path, Point], console: Console) -> None:
-    """Run points; print a line when a point ends."""
-    with _bar(console) as bar, closing(launcher.launch(list(points))) as ends:
-        for number, (folder, end) in enumerate(bar.track(ends, len(points), description="points"), start=1):
-            outcome = read_object(folder / OUTCOME)
-            if not outcome:
-                error = f"{end}, without a result\n{tail(folder / LOG)}".strip()
-                outcome = {"status": "failed", "seconds": None, "error": error}
-                write_json_atomically(folder / OUTCOME, outcome)
-            duration = "" if outcome["seconds"] is None else f" in {outcome['seconds']:.1f} s"
-            line = f"[{number}/{len(points)}] {outcome['status']}{duration}: {points[folder].label}"
-            _print_line(console, "\n".join([line, *filter(None, [outcome.get("error")])]))
+    """Run points; print a line when a point ends, and show how far the points are."""
+    last_look = time.monotonic()
+    num_ended = 0
+    with _Bar(console, "points") as bar, closing(launcher.launch(list(points))) as ends:
+        for ended in ends:
+            if ended is not None:
+                num_ended += 1
+                folder, end = ended
+                outcome = read_object(folder / OUTCOME)
+                if not outcome:
+                    error = f"{end}, without a result\n{tail(folder / LOG)}".strip()
+                    outcome = {"status": "failed", "seconds": None, "error": error}
+                    write_json_atomically(folder / OUTCOME, outcome)
+                duration = "" if outcome["seconds"] is None else f" in {outcome['seconds']:.1f} s"
+                line = f"[{num_ended}/{len(points)}] {outcome['status']}{duration}: {points[folder].label}"
+                _print_line(console, "\n".join([line, *filter(None, [outcome.get("error")])]))
+            elif time.monotonic() < last_look + _LOOK_SECONDS:
+                continue
+            last_look = time.monotonic()
+            bar.show(sum(_share_done(folder, point) for folder, point in points.items()), len(points))
 
 
-def _bar(console: Console) -> Progress:
-    """Return a progress bar, which only a terminal shows."""
-    return Progress(console=console, disable=not console.is_terminal)
+def _share_done(folder: Path, point: Point) -> float:
+    """Return the share of a point that is done: of its training's steps, or 1 if the point has ended."""
+    if (folder / OUTCOME).exists():
+        return 1.0
+    num_steps = get_nested(point.configs, "fit.trainer.max_steps")
+    try:
+        with (folder / "fit" / "metrics.csv").open(encoding="utf-8", newline="") as lines:
+            steps = [int(row["step"]) for row in csv.DictReader(lines) if (row.get("step") or "").isdigit()]
+    except (OSError, KeyError):
+        return 0.0
+    return 0.95 * min(max(steps, default=0) / num_steps, 1) if num_steps and num_steps > 0 else 0.0
 
 
 def _print_line(console: Console, line: str) -> None:
