@@ -31,11 +31,8 @@ FIGURES = (
     ("latency_p95", "p95 s", "{:.3f}"),
 )
 """A test's figures: name, title and format."""
-
-_PRINTED_KEYS = ("score", "tokens_per_forward", "tokens_per_second", "calls_per_batch")
-PRINTED = tuple(figure for figure in FIGURES if figure[0] in _PRINTED_KEYS)
-"""The figures that fit a terminal; reports have more, and result files have all figures."""
-
+_SPEEDS = ("tokens_per_second", "calls_per_batch")
+"""Figures that speeds measured in turns replace in a terminal."""
 _WIDTH_OF_FILES = 1000
 Latency = Mapping[str, Mapping[str, Any]]
 """A decoder's speeds measured in turns, by batch size."""
@@ -49,8 +46,8 @@ def print_comparison(title: str, comparison: Comparison) -> None:
     Speeds that were measured in turns replace the speeds of the test.
     """
     rows, sizes = comparison.rows, _latency_sizes(comparison.rows)
-    replaced = ("tokens_per_second", "calls_per_batch") if sizes else ()
-    columns = with_metrics([column for column in PRINTED if column[0] not in replaced], comparison.metrics)
+    keys = ("score", "tokens_per_forward", *(() if sizes else _SPEEDS))
+    columns = with_metrics([figure for figure in FIGURES if figure[0] in keys], comparison.metrics)
     marks = [f"* {MISMATCH}"] * any(row.mismatches for row in rows)
     table = Table(title=title, caption="\n".join([*marks, *latency_note(rows)]) or None)
     for name in ("decoder", *comparison.option_names.values()):
@@ -113,9 +110,7 @@ def cells(figures: Mapping[str, Any], columns: Sequence[tuple[str, str, str]]) -
     return ["--" if figures.get(key) is None else template.format(figures[key]) for key, _, template in columns]
 
 
-def comparison_table(
-    comparison: Comparison, keys: Collection[str] = ("tokens_per_second", "calls_per_batch")
-) -> tuple[list[str], list[list[Cell]]]:
+def comparison_table(comparison: Comparison, keys: Collection[str] = _SPEEDS) -> tuple[list[str], list[list[Cell]]]:
     """Return the head and the cells of a comparison's table; the first cells of a row are the decoder and its options.
 
     Args:
