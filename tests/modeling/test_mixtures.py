@@ -68,7 +68,7 @@ def test_logits_and_experts_are_those_of_the_authors_class(name: str, dtype: str
         hook.remove()
 
 
-@pytest.mark.parametrize(("layout", "name"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "name"), [*LAYOUTS, ("nemotron_labs_diffusion", "nld-tiny"), ("idlm", "idlm-tiny")])
 def test_weights_are_split_and_stacked_in_both_directions(layout: str, name: str) -> None:
     stored = load_file(MODELS[name] / "model.safetensors")
     written = published_weights(published_model(name).backbone.model, FORMATS[layout])
