@@ -88,10 +88,10 @@ def test_an_answer_that_its_template_changes_ends_as_the_template_ends_turns(
 
 
 @pytest.mark.parametrize("kind", ["llama2", "qwen", "gemma"])
-@pytest.mark.parametrize("turn", ["m", "m['content']"])
+@pytest.mark.parametrize("turn", ["m | tojson", "m['content'] | tojson", "m['content'] | replace('\\n', '/')"])
 @pytest.mark.parametrize("opening", ["<|im_start|>", '<|im_start|>{"role": "assistant", "content": "'])
-def test_answers_that_a_template_writes_as_json_are_trained_so(kind: str, turn: str, opening: str) -> None:
-    template = f"{{% for m in messages %}}{{{{ '<|im_start|>' + ({turn} | tojson) + '<|im_end|>\n' }}}}{{% endfor %}}"
+def test_answers_that_a_template_writes_in_another_form_are_trained_so(kind: str, turn: str, opening: str) -> None:
+    template = f"{{% for m in messages %}}{{{{ '<|im_start|>' + ({turn}) + '<|im_end|>\n' }}}}{{% endfor %}}"
     template += f"{{% if add_generation_prompt %}}{{{{ '{opening}' }}}}{{% endif %}}"
     tokenizer: Any = make_tokenizer(kind, chat=True, chat_template=template)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from os.path import commonprefix
@@ -20,7 +19,7 @@ from refusion_lit.data.rendering import (
     normalize_turns,
     render_turns,
 )
-from refusion_lit.modeling.chat_template import check_chat_options
+from refusion_lit.modeling.chat_template import check_chat_options, find_thought_tags
 from refusion_lit.modeling.vocabulary import EOS_IDS, get_add_bos, prompt_prefix, starts_with_bos
 from refusion_lit.utils.require import require
 
@@ -120,13 +119,15 @@ def encode_response(
     after = [] if end else [eos]
     rendered = render(response)
     body = rendered.removesuffix(closing) if rendered.endswith(closing) else ""
-    # Many templates trim an answer, some write it as JSON. Others change it, by leaving out thoughts, say.
-    marked = guard.mark(response, is_answer=True)
-    forms = [marked.strip(), *(json.dumps(form, ensure_ascii=False)[1:-1] for form in (marked, marked.strip()))]
-    text = next((form for form in forms if body.rstrip().endswith(form)), None)
-    if text is not None and body.startswith(opened):
+    text = guard.mark(response, is_answer=True).strip()
+    # Many templates trim an answer. Some write it in another form, such as JSON. Others leave out parts, such as
+    # thoughts, which are trained nevertheless.
+    is_kept = body.rstrip().endswith(text)
+    has_thoughts = find_thought_tags(tokenizer.chat_template)[1] in text
+    is_rewritten = guard.probe in probed and not has_thoughts and body[len(opened) :].strip() not in text
+    if (is_kept or is_rewritten) and body.startswith(opened):
         return [*_encode_rest(tokenizer, guard, body + end, opened, prompt_ids), *after]
-    if text is not None and body and _without_opening(response, opened) == response:
+    if is_kept and body and _without_opening(response, opened) == response:
         # The template writes the earlier turns or the assistant's opening in another way than in the prompt, such as
         # Mistral's system text, which is in the last turn of the user, and openings with "<think>".
         is_plain = body.startswith(before) and body[len(before) :].strip() == text
