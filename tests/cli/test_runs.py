@@ -236,6 +236,11 @@ def test_without_a_logger_results_land_in_the_run_directory(
     assert str(result) in "".join(capsys.readouterr())
 
 
+def test_a_training_without_a_logger_leaves_its_checkpoint(tmp_path: Path) -> None:
+    assert main(["fit", "--config", QUICKSTART, *TINY, "--trainer.logger=false", f"--runs_dir={tmp_path}"]) == 0
+    assert (tmp_path / "quickstart" / "version_0" / "checkpoints" / "last.ckpt").is_file()
+
+
 def test_a_logger_of_the_user_writes_beside_the_run_s_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -183,6 +183,9 @@ class RefusionCLI(LightningCLI):
                     self.claim.directory, self._first_steps, writes=self.claim.lock is not None
                 )
                 config["logger"] = [*loggers, *(_as_list(config["logger"]) if config["logger"] is not True else ())]
+            else:  # Lightning refuses the monitor, which configs of the package have
+                monitors = _as_list(config["callbacks"])
+                config["callbacks"] = [item for item in monitors if not isinstance(item, LearningRateMonitor)]
         user_callbacks = _as_list(config["callbacks"])
         if config["enable_progress_bar"] is not False and not _has(user_callbacks, ProgressBar):
             callbacks = [*callbacks, TrainerProgress()]
