@@ -262,15 +262,9 @@ def test_a_test_without_examples_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert not list(tmp_path.rglob("results.json"))
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "fraction", "fix"),
-    [
-        (4, 0, "validation split, got 0; add some, or raise the validation_fraction of InstructionFiles."),
-        (1, 0.999, "validation split, got 0; add some"),  # the only row is trained
-    ],
-)
+@pytest.mark.parametrize(("num_rows", "fraction"), [(4, 0), (1, 0.999)])  # the only row is trained
 def test_a_file_too_short_to_hold_out_of_names_what_to_set(
-    num_rows: int, fraction: float, fix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    num_rows: int, fraction: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"query": f"{number}+1", "response": str(number + 1)} for number in range(num_rows)]
     (tmp_path / "four.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -278,7 +272,9 @@ def test_a_file_too_short_to_hold_out_of_names_what_to_set(
     task += [f"--data.task.validation_fraction={fraction}", "--data.tokenizer.characters=+0123456789"]
     command = ["fit", "--config", QUICKSTART, *task, "--data.batch_size=1"]
     assert main([*command, f"--runs_dir={tmp_path / 'runs'}"]) == 2
-    assert fix in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "validation split, got 0" in error
+    assert "validation_fraction" in error
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cuda", "mps", "tpu"])
