@@ -421,9 +421,7 @@ def sections(results: dict[str, Result]) -> Iterator[str]:
     Raises:
         KeyError: If a result has none.
     """
-    shown = {
-        name: name if name in SECTIONS else next((p for p in SECTIONS if name.startswith(p)), "") for name in results
-    }
+    shown = {name: max((part for part in SECTIONS if name.startswith(part)), key=len, default="") for name in results}
     order = list(SECTIONS)
     for name in sorted(results, key=lambda name: (order.index(shown[name]) if shown[name] else -1, name)):
         title = name.replace("_", " ").capitalize()

@@ -106,6 +106,7 @@ def _projection_paper(results: Result) -> str:
 
 table("serve", _path("serve"))(serve)
 table("serve soak", _path("serve_soak"))(serve_soak)
+table("serve soak loaded", _path("serve_soak_loaded"))(serve_soak)
 
 
 @table("shared_prefixes", _path("shared_prefixes"))
