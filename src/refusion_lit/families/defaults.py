@@ -68,7 +68,9 @@ def named_decoder(traits: ModelTraits, entry: Mapping[str, Any], *, has_drafter:
     if traits.predictions is None and isinstance(decoder, ReFusion) and "decoder" not in entry:
         warnings.warn(GUESSED, stacklevel=3)
     named = entry.get("decoder")
-    if named is not None and not has_drafter and _OBJECTIVE not in named:
+    # A training or an option that changes the traits may leave the decoder of the config behind.
+    is_of_config = named is not None and _OBJECTIVE not in named and ModelTraits.from_dict(entry) == traits
+    if named is not None and is_of_config and not has_drafter:
         name = named["class_path"].rpartition(".")[2]
         if name != type(decoder).__name__:
             fix = "Name another --decoder, or correct config.json."
