@@ -203,6 +203,7 @@ class Soak:
         handler.emit = self.log.append  # type: ignore[method-assign]
         for name in ("refusion_lit.serving", "uvicorn.error"):
             logging.getLogger(name).addHandler(handler)
+        logging.getLogger("refusion_lit.serving").setLevel(logging.DEBUG)  # names connections that the server closes
 
     async def run(self, num_clients: int) -> None:
         """Send requests until the time is over."""

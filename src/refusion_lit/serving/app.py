@@ -30,6 +30,7 @@ from uvicorn.server import ServerState
 from refusion_lit.data.tokenizers import alphabet
 from refusion_lit.serving.protocol import ChatRequest, CompletionRequest, error_body
 from refusion_lit.serving.service import Service
+from refusion_lit.serving.worker import log
 
 API_KEY = "REFUSION_LIT_API_KEY"
 """Environment variable with the API key that clients must send."""
@@ -351,6 +352,7 @@ class Connection(H11Protocol):
 
     def refuse(self, status: int, message: str) -> None:
         """Send an error, unless an answer has begun, and close the connection."""
+        log.debug("closing a connection that was %s for %.1f s: %s", self.state, time.monotonic() - self.since, message)
         if not self.transport.is_closing() and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             response = JSONResponse(error_body(HTTPException(status, message)), status, {"Connection": "close"})
             head = h11.Response(status_code=status, headers=response.raw_headers, reason=STATUS_PHRASES[status])
