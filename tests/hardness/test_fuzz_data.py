@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -100,19 +99,6 @@ def test_a_run_resumes_after_its_last_complete_batch(folder: Path, num_done: int
     assert path.read_bytes() == "".join(LINES[:num_done]).encode()
 
 
-def whole_lines(content: bytes) -> list[bytes]:
-    """Return the lines that are predictions."""
-    return [line for line in content.split(b"\n") if isinstance(values := parsed(line), dict) and "id" in values]
-
-
-def parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
-@pytest.mark.filterwarnings("ignore:of .* are whole")
 @FUZZ
 @given(content=st.one_of(rows(as_list=False), damaged("".join(LINES).encode())))
 def test_predictions_to_resume(folder: Path, content: bytes) -> None:
@@ -121,14 +107,15 @@ def test_predictions_to_resume(folder: Path, content: bytes) -> None:
     meta_path(path).write_text(json.dumps(META))
     message = outcome(lambda: PredictionsFile(path, FINGERPRINT, resume=True).close())
     if message is None:
-        assert path.read_bytes().split(b"\n")[:-1] == whole_lines(b"\n".join(content.split(b"\n")[:2]))
+        lines = path.read_bytes().split(b"\n")
+        assert lines[:-1] == content.split(b"\n")[:2]
+        assert all("id" in json.loads(line) for line in lines[:-1])
     else:
         assert message.startswith("resume: ")
         assert str(path) in message
         assert path.read_bytes() == content
 
 
-@pytest.mark.filterwarnings("ignore:of .* are whole")
 @FUZZ
 @given(meta=with_replaced_values(META), data=st.data())
 def test_fingerprints_to_resume(folder: Path, meta: str, data: st.DataObject) -> None:
@@ -136,7 +123,7 @@ def test_fingerprints_to_resume(folder: Path, meta: str, data: st.DataObject) ->
     path.write_bytes(content)
     meta_path(path).write_text(meta)
     message = outcome(lambda: PredictionsFile(path, FINGERPRINT, resume=True).close())
-    assert {*path.read_bytes().splitlines()} <= {*content.splitlines()}
+    assert content.startswith(path.read_bytes())
     if message is not None:
         assert message.startswith("resume: ")
         assert path.read_bytes() == content

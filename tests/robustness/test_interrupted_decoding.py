@@ -112,10 +112,6 @@ def test_resuming_is_refused_under_other_settings_or_with_nothing_to_do(
     assert "there is nothing left to do" in capsys.readouterr().err
     path = tmp_path / "r" / "v" / "predictions.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
-    with pytest.warns(UserWarning, match="3 are whole"):
-        assert main([*args, "--model.resume=true"]) == 0
-    assert sorted(ids) == sorted(line["id"] for line in _lines(path))
-    path.write_text(path.read_text().splitlines(keepends=True)[0] * NUM_PROMPTS)
     assert main([*args, "--model.resume=true"]) == 2
     error = capsys.readouterr().err
     assert "resume: expected the predictions of an interrupted run" in error
@@ -314,19 +310,3 @@ def test_generate_resumes_after_its_output(tmp_path: Path) -> None:
     assert _lines(output) == _lines(whole)
     assert main([*args, f"--output={output}", "--resume"]) == 0
     assert _lines(output) == _lines(whole)
-
-
-@pytest.mark.parametrize("damage", ["cut", "half", "middle", "empty"])
-def test_generate_keeps_the_whole_answers_of_a_file_that_was_damaged_since(tmp_path: Path, damage: str) -> None:
-    args, whole = generate_whole(tmp_path, num_prompts=5, batch_size=2)
-    content = whole.read_bytes()
-    middle = content.index(b"\n", len(content) // 2) + 5
-    torn = content[: middle - 20] + bytes(20) + content[middle:]
-    damaged = {"cut": content[:-11], "half": content[:middle], "middle": torn}
-    expected = _lines(whole)
-    whole.write_bytes(damaged.get(damage, b""))
-    kept = {*content.splitlines()} & {*damaged.get(damage, b"").splitlines()}
-    with pytest.warns(UserWarning, match=rf"of 5 answers in .*, {len(kept)} are whole"):
-        assert main([*args, f"--output={whole}", "--resume"]) == 0
-    assert kept <= {*whole.read_bytes().splitlines()}
-    assert sorted(_lines(whole), key=lambda line: line["id"]) == sorted(expected, key=lambda line: line["id"])

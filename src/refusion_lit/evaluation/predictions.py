@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -167,14 +166,6 @@ def write_predictions(file: Path, lines: Iterable[Mapping[str, Any]], fingerprin
     write_json_atomically(meta_path(file), {"fingerprint": fingerprint})
 
 
-def _is_prediction(line: bytes) -> bool:
-    try:
-        values = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(values, dict) and "id" in values
-
-
 class PredictionsFile:
     """An append-only file for predictions with different ids, which an interrupted run resumes.
 
@@ -248,20 +239,12 @@ class PredictionsFile:
         write_json_atomically(meta_path(self.path), {"fingerprint": self._fingerprint, "progress": progress})
 
     def _read(self) -> bytes:
-        """Read the lines that the meta file counts, and return them as bytes. A torn last batch is not counted.
-
-        A state is that of all lines. Without a state, lines that have been damaged since are left out with a warning.
-        """
+        """Read the lines that the meta file counts, and return them as bytes. A torn last batch is not counted."""
         meta = read_object(meta_path(self.path))
         try:
             fingerprint = {key: meta["fingerprint"][key] for key in self._fingerprint}
             num_lines, self.state = int(meta["progress"]["num_lines"]), meta["progress"]["state"]
             lines = self.path.read_bytes().split(b"\n")[: max(num_lines, 0)]
-            whole = lines if self.state is not None else [line for line in lines if _is_prediction(line)]
-            if len(whole) < num_lines and self.state is None:
-                message = f"of {num_lines} answers in {self.path}, {len(whole)} are whole; the others are decoded again"
-                warnings.warn(message, stacklevel=2)
-                lines, num_lines = whole, len(whole)
             self.done = {str(json.loads(line)["id"]) for line in lines}
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
             num_lines, lines, fingerprint = 1, [], {}
