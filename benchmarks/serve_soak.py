@@ -187,6 +187,15 @@ def read_chunk(answer: Answer, kind: str, chunk: Any) -> bool:
     return choice.finish_reason is not None
 
 
+def describe_causes(error: BaseException | None) -> str:
+    """Return an exception and what it was raised from, since HTTP clients wrap the system's error several times."""
+    names = []
+    while error is not None:
+        names.append(repr(error))
+        error = error.__cause__ or error.__context__
+    return " from ".join(names)
+
+
 class Soak:
     """Clients and what they have counted."""
 
@@ -236,7 +245,7 @@ class Soak:
                 lines = [record.getMessage() for record in self.log if record.created >= begun]
                 sent = f"{case.kind} {case.options}" if wrong is None else wrong
                 self._keep(
-                    name, f"{error!r} from {error.__cause__!r} after {time.time() - begun:.1f} s; {sent=}; {lines=}"
+                    name, f"{describe_causes(error)} after {time.time() - begun:.1f} s; {sent=}; {lines=}"
                 )
             await asyncio.sleep(rng.uniform(0, 2 * self.pause))
 
