@@ -244,9 +244,7 @@ class Soak:
                 name = "refused" if is_refused else "timed_out" if is_late else "lost"
                 lines = [record.getMessage() for record in self.log if record.created >= begun]
                 sent = f"{case.kind} {case.options}" if wrong is None else wrong
-                self._keep(
-                    name, f"{describe_causes(error)} after {time.time() - begun:.1f} s; {sent=}; {lines=}"
-                )
+                self._keep(name, f"{describe_causes(error)} after {time.time() - begun:.1f} s; {sent=}; {lines=}")
             await asyncio.sleep(rng.uniform(0, 2 * self.pause))
 
     async def _refuse(self, client: openai.AsyncOpenAI, wrong: dict[str, Any]) -> None:
