@@ -432,26 +432,23 @@ def test_a_test_beyond_the_context_is_refused_before_weights_are_read(
     assert "context of 512" in command(capfd, subcommand, source, *task, *options)
 
 
-@pytest.mark.parametrize(("decoder", "missing"), [("SelfSpeculative", "drafter"), ("APD", "verifier")])
-def test_a_decoder_that_lacks_a_second_model_is_refused_before_weights_are_read(
-    decoder: str, missing: str, tmp_path: Path, no_weights: None, capfd: pytest.CaptureFixture[str]
-) -> None:
-    source, named = f"--ckpt_path={TARGET}", f"--decoder={decoder}"
-    assert missing in command(capfd, "generate", source, named, "--prompt=12+34>")
-    assert missing in command(capfd, "serve", source, named, "--port=0")
-    task = ["--data.task=Additions", "--data.task.num_test=2", f"--trainer.default_root_dir={tmp_path}"]
-    assert missing in command(capfd, "test", source, *task, f"--model.decoders={{a: {decoder}}}")
-
-
-@pytest.mark.parametrize(("name", "decoder"), [("sdar-tiny", "ReFusion"), ("wedlm-tiny", "LLaDA")])
+@pytest.mark.parametrize(
+    ("model", "decoder", "named_in_error"),
+    [
+        (MODELS["sdar-tiny"], "ReFusion", "ReFusion"),
+        (MODELS["wedlm-tiny"], "LLaDA", "LLaDA"),
+        (TARGET, "SelfSpeculative", "drafter"),
+        (TARGET, "APD", "verifier"),
+    ],
+)
 def test_a_decoder_that_does_not_fit_is_refused_before_weights_are_read(
-    name: str, decoder: str, tmp_path: Path, no_weights: None, capfd: pytest.CaptureFixture[str]
+    model: Path, decoder: str, named_in_error: str, tmp_path: Path, no_weights: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    source, named = f"--ckpt_path={MODELS[name]}", f"--decoder={decoder}"
-    assert decoder in command(capfd, "generate", source, named, "--prompt=12+34>")
-    assert decoder in command(capfd, "serve", source, named, "--port=0")
+    source, option = f"--ckpt_path={model}", f"--decoder={decoder}"
+    assert named_in_error in command(capfd, "generate", source, option, "--prompt=12+34>")
+    assert named_in_error in command(capfd, "serve", source, option, "--port=0")
     task = ["--data.task=Additions", "--data.task.num_test=2", f"--trainer.default_root_dir={tmp_path}"]
-    assert decoder in command(capfd, "test", source, *task, f"--model.decoders={{a: {decoder}}}")
+    assert named_in_error in command(capfd, "test", source, *task, f"--model.decoders={{a: {decoder}}}")
 
 
 def test_what_loading_sets_in_the_tokenizer_is_set_before_weights_are_read(no_weights: None) -> None:

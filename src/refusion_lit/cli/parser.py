@@ -73,7 +73,7 @@ class OneLineParser(ArgumentParser):
         return self._create(lambda: self.parse_object(deepcopy(dict(values))))
 
     def _create(self, parse: Callable[[], Namespace]) -> Namespace:
-        self._class_name = ""  # the options of a command are its own, whichever class holds them
+        self._class_name = ""  # an error in an option of a command names no class
         explain_missing_classes(self)
         try:
             parsed = parse()

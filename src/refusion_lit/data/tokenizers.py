@@ -195,7 +195,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     fix = "copy tokenizer.json and tokenizer_config.json there, or name another source"
     require(has_tokens, "tokenizer.source", f"a tokenizer's files in {source.name}", None, fix)
     for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES:
-        if getattr(tokenizer, name, None) == "":  # some files write "" for none; the id of such a token cannot be read
+        if getattr(tokenizer, name, None) == "":  # some files write "" for a missing token, which has no id
             setattr(tokenizer, name, None)
     vocabulary = tokenizer.get_vocab()
     _check_entries(tokenizer, {*vocabulary.values()}, source.name)

@@ -64,13 +64,13 @@ def named_decoder(traits: ModelTraits, entry: Mapping[str, Any], *, has_drafter:
     >>> named_decoder(ModelTraits(predictions=("next_token",)), {})
     Autoregressive()
     """
-    decoder = default_decoder(traits, entry.get("decoder"), drafts=has_drafter)
+    named = entry.get("decoder")
+    decoder = default_decoder(traits, named, drafts=has_drafter)
     if traits.predictions is None and isinstance(decoder, ReFusion) and "decoder" not in entry:
         warnings.warn(GUESSED, stacklevel=3)
-    named = entry.get("decoder")
     # A training or an option that changes the traits may leave the decoder of the config behind.
-    is_of_config = named is not None and _OBJECTIVE not in named and ModelTraits.from_dict(entry) == traits
-    if named is not None and is_of_config and not has_drafter:
+    is_unchanged = ModelTraits.from_dict(entry) == traits and not has_drafter
+    if named is not None and _OBJECTIVE not in named and is_unchanged:
         name = named["class_path"].rpartition(".")[2]
         if name != type(decoder).__name__:
             fix = "Name another --decoder, or correct config.json."
