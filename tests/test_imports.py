@@ -19,7 +19,7 @@ def test_circles_are_found() -> None:
 
 def circles(imports: Mapping[str, set[str]]) -> list[set[str]]:
     """Return the groups of modules that import one another, directly or through other modules."""
-    reached = {module: _reached(imports, module) for module in sorted(imports)}
+    reached = {module: _find_reachable(imports, module) for module in sorted(imports)}
     groups: list[set[str]] = []
     for module, others in reached.items():
         group = {other for other in others if module in reached[other]}
@@ -28,7 +28,7 @@ def circles(imports: Mapping[str, set[str]]) -> list[set[str]]:
     return groups
 
 
-def _reached(imports: Mapping[str, set[str]], module: str) -> set[str]:
+def _find_reachable(imports: Mapping[str, set[str]], module: str) -> set[str]:
     """Return all modules that a module imports, directly or through other modules."""
     reached: set[str] = set()
     waiting = set(imports[module])

@@ -20,7 +20,7 @@ from refusion_lit.decoding import Autoregressive
 from refusion_lit.modeling.block_drafter import BlockDrafterOptions
 from refusion_lit.modeling.load import BackboneConfig
 from support.drafter_runs import NUM_STEPS, QUERIES, train, write_config
-from support.forks import printed_without_us
+from support.forks import run_without_us
 
 BLOCK_SIZE = 6
 
@@ -86,13 +86,13 @@ def test_transformers_drafts_and_verifies_what_we_do(
     candidates: list[list[int]] = []
     original: Any = DFlashTokenCandidateGenerator.get_candidates
 
-    def recorded(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    def record(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         ids, scores = original(self, input_ids, *args, **kwargs)
         if scores is not None:
             candidates.append(ids[0, input_ids.shape[1] :].tolist())
         return ids, scores
 
-    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", recorded)
+    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", record)
     loaded = refusion_lit.load(base)
     for query, row in zip(QUERIES, ours, strict=True):
         prompt = torch.tensor([loaded.encode(query)])
@@ -118,7 +118,7 @@ def test_the_cards_program_runs_with_transformers_alone(
     expected = refusion_lit.load(base).generate(QUERIES[:1], decoder=Autoregressive(), max_new_tokens=64)[0].text
     (program,) = re.findall(r"```python\n(from transformers .*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert "dflash" in program
-    assert printed_without_us(program.replace("...", QUERIES[0]), tmp_path).strip() == expected.strip()
+    assert run_without_us(program.replace("...", QUERIES[0]), tmp_path).strip() == expected.strip()
 
 
 def test_a_drafter_is_trained_further(draft: Path, base: Path, tmp_path: Path) -> None:

@@ -49,13 +49,13 @@ def test_an_interrupt_at_the_prompt_leaves_and_help_explains_the_order(
 
     lines = iter(["/help"])
 
-    def typed(prompt: str) -> str:
+    def type_line(prompt: str) -> str:
         for line in lines:
             return line
         raise KeyboardInterrupt
 
     monkeypatch.setattr("sys.stdin", Terminal())
-    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr("builtins.input", type_line)
     assert main(["chat", f"--ckpt_path={MODEL}"]) == 0
     shown = capsys.readouterr()
     assert 'order: [2]12[1]+34 below an answer says that forward 2 decoded "12"' in shown.out

@@ -20,7 +20,7 @@ from refusion_lit.cli.lightning import _use_source, parse_only
 from refusion_lit.decoding import ReFusion
 from refusion_lit.modeling.saving import save_model
 from refusion_lit.text_model import TextModel
-from support.forks import finished, forked
+from support.forks import fork, wait
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
@@ -177,7 +177,7 @@ def test_a_reader_that_leaves_early_ends_a_command_silently(args: list[str], tmp
         sys.stderr.flush()
         os._exit(code)  # the interpreter's flush at exit is tested with a fresh process below
 
-    assert finished(forked(work)) in (0, 141)  # argparse ignores the closed pipe
+    assert wait(fork(work)) in (0, 141)  # argparse ignores the closed pipe
     assert (tmp_path / "error").read_text() == ""
 
 
@@ -212,7 +212,7 @@ def test_a_closed_standard_input_has_no_prompts(tmp_path: Path) -> None:
         sys.argv[1:] = ["generate", "--ckpt_path", str(MODEL), "--prompts", "-"]
         return main()
 
-    assert finished(forked(work)) == 2
+    assert wait(fork(work)) == 2
     assert "prompts: expected at least one prompt" in (tmp_path / "log").read_text()
 
 
@@ -267,11 +267,11 @@ def test_each_decoder_decodes_one_prompt_before_it_is_timed(
     decoded: list[tuple[str, int]] = []
     plain = TextModel.decode
 
-    def recorded(self: TextModel, prompts: Any, decoder: Any, *args: Any, **options: Any) -> Any:
+    def record(self: TextModel, prompts: Any, decoder: Any, *args: Any, **options: Any) -> Any:
         decoded.append((type(decoder).__name__, len(prompts)))
         return plain(self, prompts, decoder, *args, **options)
 
-    monkeypatch.setattr(TextModel, "decode", recorded)
+    monkeypatch.setattr(TextModel, "decode", record)
     args = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
     args += ["--trainer.enable_progress_bar=false", "--model.decoding.batch_size=8", "--data.eval_batch_size=8"]
     assert main([*args, "--model.decoders.one=RecomputeKV", "--model.sampling.max_new_tokens=16"]) == 0

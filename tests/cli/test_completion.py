@@ -28,7 +28,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], set[st
             output.setattr("sys.stdout", file)
             assert main(["completion", "bash"]) == 0
 
-    def offered(line: str) -> set[str]:
+    def list_completions(line: str) -> set[str]:
         words = line.split(" ")
         program = f"""
 source {shlex.quote(str(path))}
@@ -40,7 +40,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
         done = subprocess.run(bash, capture_output=True, text=True, check=True, cwd=REPOSITORY, timeout=60)
         return set(done.stdout.split())
 
-    return offered
+    return list_completions
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from refusion_lit.modeling.drafter import Drafter, DrafterOptions
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.modeling.saving import save_drafter
 from support.drafter_runs import ADDITIONS, NUM_STEPS, QUERIES, train, write_config
-from support.forks import printed_without_us
+from support.forks import run_without_us
 from support.tiny import make_base, make_sampling
 
 
@@ -96,7 +96,7 @@ def check_alone(base: Path, draft: Path, folder: Path) -> None:
     prompts = [model.encode(query) for query in QUERIES]
     given = f"base, draft, prompts = {str(base)!r}, {str(draft)!r}, {prompts}\n"
     *generations, refused = [
-        json.loads(line) for line in printed_without_us(given + TRANSFORMERS_ALONE, folder).splitlines()
+        json.loads(line) for line in run_without_us(given + TRANSFORMERS_ALONE, folder).splitlines()
     ]
     rows = model.generate(QUERIES, decoder=SelfSpeculative(layout="two_forwards"), max_new_tokens=24)
     assert generations == [[r.token_ids, r.num_forwards] for r in rows]
@@ -127,7 +127,7 @@ def test_the_cards_program_runs_with_transformers_alone(draft: Path, base: Path,
     (program,) = re.findall(r"```python\n(from transformers .*?)```", (draft / "README.md").read_text(), re.DOTALL)
     if samples:
         program = program.replace(str(base), str(make_sampling(base, tmp_path / "base")))
-    assert printed_without_us(program.replace("...", QUERIES[0]), tmp_path).strip() == expected.strip()
+    assert run_without_us(program.replace("...", QUERIES[0]), tmp_path).strip() == expected.strip()
 
 
 def test_chat_takes_a_drafter(
@@ -231,7 +231,7 @@ def test_a_whole_export_is_the_model_with_its_drafter(
     assert texts(refusion_lit.load(folder), None) == expected
     (program,) = re.findall(r"```python\n(from transformers .*?)```", (folder / "README.md").read_text(), re.DOTALL)
     whole = refusion_lit.load(base).generate(QUERIES[:1], decoder=Autoregressive(), max_new_tokens=64)[0].text
-    assert printed_without_us(program.replace("...", QUERIES[0]), tmp_path).strip() == whole.strip()
+    assert run_without_us(program.replace("...", QUERIES[0]), tmp_path).strip() == whole.strip()
 
 
 def test_a_directory_with_its_own_drafter_is_tested_with_it(run: Path, checkpoint: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from refusion_lit.checkpoints.models import read_default_decoder
 from refusion_lit.cli import main
 from refusion_lit.decoding import LLaDA, ReFusion, SelfSpeculative
 from refusion_lit.evaluation.predictions import class_and_options
-from support.forks import printed_without_us
+from support.forks import run_without_us
 from support.tiny import make_sampling
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
@@ -83,7 +83,7 @@ def test_the_cards_program_decodes_a_model_whose_own_generation_samples(tmp_path
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["do_sample"] is True
     card = (tmp_path / "out" / "README.md").read_text()
     (program,) = re.findall(r"```python\n(from transformers .*?)```", card, re.DOTALL)
-    printed = printed_without_us(program.replace("...", "12+34,56+78>"), tmp_path)
+    printed = run_without_us(program.replace("...", "12+34,56+78>"), tmp_path)
     assert "".join(printed.split()) == "12+34=46;56+78=134;"
 
 

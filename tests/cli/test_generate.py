@@ -17,7 +17,7 @@ from refusion_lit.cli import main
 from refusion_lit.cli.generate import build_parser, read_prompts
 from refusion_lit.decoding import ReFusion
 from refusion_lit.evaluation.predictions import PredictionsFile, write_predictions
-from support.forks import finished, forked
+from support.forks import fork, wait
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 
@@ -67,7 +67,7 @@ def test_a_file_of_answers_is_written_by_one_process(tmp_path: Path, capsys: pyt
         may_end.wait(60)
         file.close()
 
-    other = forked(hold)
+    other = fork(hold)
     assert is_ready.wait(60)
     before = output.read_text()
     for extra in (["--overwrite"], ["--resume"]):
@@ -76,7 +76,7 @@ def test_a_file_of_answers_is_written_by_one_process(tmp_path: Path, capsys: pyt
         assert f"output: expected no other process that writes {output}, got one that is still running; wait" in error
     assert output.read_text() == before
     may_end.set()
-    assert finished(other) == 0
+    assert wait(other) == 0
     assert main([*generate, "--overwrite"]) == 0
     assert [json.loads(line)["prompt"] for line in output.read_text().splitlines()] == ["12+34>"]
 
@@ -195,12 +195,12 @@ def test_an_output_that_cannot_be_opened_keeps_what_is_beside_it(
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     opened = Path.open
 
-    def refused(self: Path, mode: str = "r", *args: Any, **options: Any) -> Any:  # root may write read-only files
+    def refuse(self: Path, mode: str = "r", *args: Any, **options: Any) -> Any:  # root may write read-only files
         if self == path and mode[0] in "aw":
             raise PermissionError(errno.EACCES, "Permission denied", str(self))
         return opened(self, mode, *args, **options)
 
-    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(ValueError, match=r"output: expected a file that can be written, got .*out\.jsonl"):
         PredictionsFile(path, {"weights": "a"})
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from refusion_lit.cli import COMMANDS, TRAINER_COMMANDS, main
-from support.forks import printed_in_new_process
+from support.forks import run_in_new_process
 
 PROGRAM = """
 import sys
@@ -19,7 +19,7 @@ print(*{"torch", "lightning", "transformers"} & sys.modules.keys(), file=sys.std
 """
 
 
-def imported(*args: str) -> set[str]:
+def list_imports(*args: str) -> set[str]:
     """Return the slow packages that a command imports."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, *args], capture_output=True, text=True, timeout=300)
     return set(done.stderr.splitlines()[-1].split())
@@ -44,7 +44,7 @@ def test_commands_with_a_model_have_its_options(command: str, capsys: pytest.Cap
     "args", [["--help"], ["--version"], ["report", "--help"], ["init", "--help"], ["sweep", "--help"]], ids=" ".join
 )
 def test_commands_without_a_model_import_nothing_slow(args: list[str]) -> None:
-    assert imported(*args) == set()
+    assert list_imports(*args) == set()
 
 
 def test_commands_without_a_trainer_do_not_import_lightning(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "lightnin
 {imports}
 print({{"lightning"}} & sys.modules.keys())
 """
-    assert printed_in_new_process(program, tmp_path) == "set()\n"
+    assert run_in_new_process(program, tmp_path) == "set()\n"
 
 
 def test_the_help_of_a_training_has_one_way_to_an_optimizer(capsys: pytest.CaptureFixture[str]) -> None:

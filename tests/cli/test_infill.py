@@ -52,11 +52,11 @@ def test_responses_within_spans_of_several_lengths_are_told_slice_by_slice(monke
 
     decode = model.decode
 
-    def recorded(*args: Any, **options: Any) -> Any:
+    def record(*args: Any, **options: Any) -> Any:
         events.append("decode")
         return decode(*args, **options)
 
-    monkeypatch.setattr(model, "decode", recorded)
+    monkeypatch.setattr(model, "decode", record)
     options: Any = {"decoder": ReFusion(), "max_new_tokens": 32, "templates": ["{{1-3}}+{{2}}{{...}}"] * 3}
     queries = ["12+34,56+78>", "11+22,33+44>", "50+60,10+20>"]
     together = [row.text for row in model.generate(queries, **options)]

@@ -209,14 +209,14 @@ def test_exported_adapters_on_the_base_have_the_checkpoints_logits(tmp_path: Pat
 def test_adapters_alone_are_refused_where_they_would_not_help(
     tmp_path: Path, base: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refused(source: Path) -> str:
+    def export_error(source: Path) -> str:
         capsys.readouterr()
         args = ["export", f"--ckpt_path={source}", f"--output={tmp_path / 'out'}", "--adapter_only=true"]
         assert main(args) == 2
         assert not (tmp_path / "out").exists()
         return capsys.readouterr().err
 
-    assert "adapter_only: expected the checkpoint of a run with model.backbone.lora" in refused(base)
+    assert "adapter_only: expected the checkpoint of a run with model.backbone.lora" in export_error(base)
     for folder, source, options, message in (
         ("whole", base, {}, "adapter_only: expected a model with low-rank adapters"),
         ("random", None, {"config": TINY_QWEN, **LORA}, "adapter_only: expected adapters of a pretrained base"),
@@ -224,7 +224,7 @@ def test_adapters_alone_are_refused_where_they_would_not_help(
         config = write_config(tmp_path / f"{folder}.yaml", source, **options)
         args = ["fit", *config, f"--runs_dir={tmp_path / folder}", "--run_version=fit", "--trainer.max_steps=1"]
         assert main([*args, "--trainer.callbacks.every_n_train_steps=1"]) == 0
-        assert message in refused(tmp_path / folder / "adapters" / "fit" / "checkpoints" / "last.ckpt")
+        assert message in export_error(tmp_path / folder / "adapters" / "fit" / "checkpoints" / "last.ckpt")
 
 
 def test_a_directory_of_adapters_is_no_model(

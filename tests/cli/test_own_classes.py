@@ -123,23 +123,23 @@ def test_further_metrics_reach_table_results_predictions_report_and_score(
 
 
 def test_an_error_of_a_task_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Own, example: Example, response: str) -> float:
+    def fail(self: Own, example: Example, response: str) -> float:
         raise KeyError(type(self), example.id, response)
 
-    monkeypatch.setattr(Own, "score", broken)
+    monkeypatch.setattr(Own, "score", fail)
     with pytest.raises(KeyError) as error:
         score_response(Own(), EXAMPLE, "3;")
     assert error.value.__notes__ == ["Own.score failed on example 'e7', response '3;'"]
 
 
-def generated() -> Iterator[Example]:
+def yield_example() -> Iterator[Example]:
     yield EXAMPLE
 
 
 @pytest.mark.parametrize(
     ("given", "got"),
     [
-        (generated(), "'generator'"),
+        (yield_example(), "'generator'"),
         (None, "'NoneType'"),
         ([{"query": "1", "response": "2"}], "'one of dict'"),
         ([None], "'one of NoneType'"),

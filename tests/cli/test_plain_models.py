@@ -16,7 +16,7 @@ from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, ReFusion
 from refusion_lit.engine.checks import ModelMismatchError
 from refusion_lit.traces.document import read_trace
-from support.forks import printed_without_us
+from support.forks import run_without_us
 from support.tiny import make_base, make_sampling
 
 LENGTH = "--max_new_tokens=6"
@@ -100,4 +100,4 @@ def test_the_cards_program_of_an_export_gives_the_models_own_text(plain: str, tm
     (program,) = re.findall(r"```python\n(from transformers .*?)```", card, re.DOTALL)
     expected = refusion_lit.load(plain).generate(["ab>"], max_new_tokens=64)[0].text
     assert expected != refusion_lit.load(plain).generate(["ab"], max_new_tokens=64)[0].text
-    assert printed_without_us(program.replace("...", "ab"), tmp_path).strip() == expected.strip()
+    assert run_without_us(program.replace("...", "ab"), tmp_path).strip() == expected.strip()

@@ -22,7 +22,7 @@ from refusion_lit.evaluation.latency import LatencyOptions
 from refusion_lit.sweeps.launchers import Slurm
 from refusion_lit.sweeps.points import plan
 from refusion_lit.sweeps.running import run
-from support.forks import finished, forking_command, start
+from support.forks import forking_command, start, wait
 
 TINY_OPTIONS = {name.removeprefix("--"): yaml.safe_load(value) for name, _, value in (o.partition("=") for o in TINY)}
 
@@ -258,10 +258,10 @@ def test_a_decoder_is_given_by_its_file(tmp_path: Path, capsys: pytest.CaptureFi
 def test_an_interrupt_says_how_to_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*args: object, **options: object) -> None:
+    def interrupt(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("refusion_lit.cli.sweep.run_sweep", interrupted)
+    monkeypatch.setattr("refusion_lit.cli.sweep.run_sweep", interrupt)
     file = _write(tmp_path)
     assert main(["sweep", "--config", file]) == 130
     assert f"refusion-lit sweep --config {file} --resume" in capsys.readouterr().err
@@ -287,7 +287,7 @@ def test_a_sweep_killed_in_the_middle_resumes_to_the_results_of_an_undisturbed_o
         process.kill()
         for point in points:
             os.killpg(int(point), signal.SIGKILL)
-        assert finished(process) == -signal.SIGKILL
+        assert wait(process) == -signal.SIGKILL
         assert points
         assert len(list(killed.glob("points/*/outcome.json"))) == 1  # the second point was not done
         assert not (killed / "results.csv").exists()

@@ -298,7 +298,7 @@ def test_optional_objects_and_arrays_may_be_left_out_or_not(model: TextModel) ->
     assert {type(point.get("y", "")) for point in points} == {int, str, type(None)}
 
 
-def doubling(keyword: str) -> dict[str, Any]:
+def doubling_schema(keyword: str) -> dict[str, Any]:
     """Return a schema whose value has 2 ** 40 parts."""
     definitions: dict[str, Any] = {
         str(i): {
@@ -371,8 +371,8 @@ def test_what_cannot_be_guaranteed_is_refused_before_work_starts(model: TextMode
         ({"enum": 1}, ".*wrong: "),
         ({"allOf": 5}, ".*allOf"),
         ({"oneOf": [{"type": [[]]}, STRING]}, ".*wrong: "),
-        (doubling("required"), ".*more than 10000 values"),
-        (doubling("title"), ".*more than 10000 values"),  # no property is required
+        (doubling_schema("required"), ".*more than 10000 values"),
+        (doubling_schema("title"), ".*more than 10000 values"),  # no property is required
         ({"anyOf": [STRING] * 100}, ".*more than 100000 tokens"),
         ({"type": "array", "maxItems": 10**9, "items": {"const": 1}}, ".*more than 10000 values"),
         (
@@ -404,13 +404,13 @@ def test_a_huge_range_is_refused_before_it_is_laid_out(
     num_made = 0
     blocks = schema_templates._blocks
 
-    def counted(low: int, high: int) -> Iterator[list[str]]:
+    def count_blocks(low: int, high: int) -> Iterator[list[str]]:
         nonlocal num_made
         for block in blocks(low, high):
             num_made += len(block)
             yield block
 
-    monkeypatch.setattr(schema_templates, "_blocks", counted)
+    monkeypatch.setattr(schema_templates, "_blocks", count_blocks)
     schema = {"type": kind, "minimum": -(10**308) + 1, "maximum": 10**308 - 1}
     with pytest.raises(ValueError, match="more than 100000 tokens"):
         model.generate(["1"], decoder=ReFusion(), json_schema=schema)

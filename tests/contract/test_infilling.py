@@ -52,7 +52,7 @@ REFUSES = {APD, Autoregressive, SelfSpeculative, CARD, IntrospectiveStrided, Cau
            LinearSpeculation, UniformDiffusion}  # fmt: skip
 
 
-def filling(size: int, spans: dict[int, Span]) -> Constraint:
+def template_constraint(size: int, spans: dict[int, Span]) -> Constraint:
     return Constraint(begin=lambda _: TemplateState(size, spans), left_to_right=False)
 
 
@@ -226,7 +226,7 @@ def test_whatever_is_drawn_a_span_is_one_of_its_alternatives(
             start: [[torch.tensor(sorted(ids)) for ids in alternative] for alternative in span]
             for start, span in drawn.items()
         }
-        kept.append((replace(prompt, constraint=filling(special.vocab_size, allowed)), drawn))
+        kept.append((replace(prompt, constraint=template_constraint(special.vocab_size, allowed)), drawn))
     rows = decode(make(decoder), decoder, [prompt for prompt, _ in kept], sampling, batch_size=size).rows
     for (_, spans), row in zip(kept, rows, strict=True):
         for start, span in spans.items():
@@ -245,7 +245,7 @@ def test_drafts_that_other_prompts_make_dearer_leave_a_span_as_it_is(seed: int) 
     alternatives = [[torch.tensor(sorted(rng.sample(ids, rng.randint(7, 10)))) for _ in range(num)] for _ in range(400)]
     prompt_ids = tuple(rng.randrange(3, VOCAB) for _ in range(4))
     given = (5, *[None] * num, 6, EOS)
-    prompt = Prompt(token_ids=prompt_ids, id="p", given=given, constraint=filling(VOCAB, {1: alternatives}))
+    prompt = Prompt(token_ids=prompt_ids, id="p", given=given, constraint=template_constraint(VOCAB, {1: alternatives}))
     size = rng.choice([4, 6, 8])
     decoder = ReFusion(slot_size=size, num_serial_blocks=1, slot_threshold=0.5, token_threshold=0.5, infill="bonus")
     sampling = SamplingParams(max_new_tokens=16)

@@ -43,12 +43,12 @@ def script(model: TextModel, answer: list[int], start: int) -> None:
     def runner() -> Callable[..., torch.Tensor]:
         run = body()
 
-        def scripted(tokens: torch.Tensor, positions: torch.Tensor, mask: Any, cache: Any = None) -> torch.Tensor:
+        def run_script(tokens: torch.Tensor, positions: torch.Tensor, mask: Any, cache: Any = None) -> torch.Tensor:
             hidden = torch.zeros_like(run(tokens, positions, mask, cache))
             hidden[..., 0] = positions + 1.0
             return hidden
 
-        return scripted
+        return run_script
 
     def head(hidden: torch.Tensor) -> torch.Tensor:
         place = (hidden[..., 0].round().long() - start).clamp(0, len(answer))

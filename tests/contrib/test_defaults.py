@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from support.forks import printed_in_new_process
+from support.forks import run_in_new_process
 
 MODEL = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
 CARD = {"attention": "causal", "predictions": ["mask_shifted", "next_token"]}
@@ -43,6 +43,6 @@ assert "refusion_lit.contrib" not in sys.modules
 for path in {[str(path) for path in paths]}:
     print(refusion_lit.load(path).default_decoder)
 """
-    decoders = printed_in_new_process(program, tmp_path).splitlines()
+    decoders = run_in_new_process(program, tmp_path).splitlines()
     for decoder, (_, start) in zip(decoders, ENTRIES, strict=True):
         assert decoder.startswith(start)

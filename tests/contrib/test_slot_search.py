@@ -136,7 +136,7 @@ class SlowTree:
         weights = {slot: plan[slot][1] ** (1 / PRIOR_TEMPERATURE) for slot in candidates}
         total = sum(visits.get((*text.order, slot), 0) for slot in text.left)
 
-        def bound(slot: int) -> tuple[float, float, int]:
+        def upper_bound(slot: int) -> tuple[float, float, int]:
             key = (*text.order, slot)
             base = key if visits.get(key) else text.order
             value = values[base] / visits[base] if visits.get(base) else 0.0
@@ -144,7 +144,7 @@ class SlowTree:
             bonus = EXPLORATION * prior * sqrt(max(1, total)) / (1 + visits.get(key, 0))
             return value + bonus, weights[slot], -slot
 
-        return max(candidates, key=bound)
+        return max(candidates, key=upper_bound)
 
     def move(self, root: SlowText) -> SlowText:
         options, visits, values = self.decoder, {}, {}

@@ -24,7 +24,7 @@ from refusion_lit.plugins import load_plugins
 from refusion_lit.tasks import SPLITS
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.fakes import tiny_backbone
-from support.forks import finished, forked
+from support.forks import fork, wait
 from support.modules import load_module
 from support.subclasses import concrete_subclasses
 
@@ -61,7 +61,7 @@ def test_a_decoder_of_ones_own_file_is_imported_as_the_guide_says(
         sys.stdout = sys.stderr = (tmp_path / "log").open("w", buffering=1)
         return main(args)
 
-    assert finished(forked(work)) == 0
+    assert wait(fork(work)) == 0
     printed = (tmp_path / "log").read_text()
     assert "12+34=46;56+78=134;" in printed
     assert "20 tokens, 1 forwards" in printed
@@ -160,7 +160,7 @@ def test_a_package_registers_its_decoder_as_the_guide_says(tmp_path: Path) -> No
         names = [type(refusion_lit.load(name).default_decoder).__name__ for name in models]
         (tmp_path / "decoders.json").write_text(json.dumps(names))
 
-    assert finished(forked(work)) == 0
+    assert wait(fork(work)) == 0
     assert json.loads((tmp_path / "decoders.json").read_text()) == ["ReFusion", *["OneShot"] * 3]
 
 

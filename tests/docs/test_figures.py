@@ -43,7 +43,7 @@ def test_another_figure_in_the_json_makes_another_page_and_plot(
     name = "experiments/refusion_pays/README.md"
     read, page = registry.read, (ROOT / name).read_text(encoding="utf-8")
 
-    def changed(source: str) -> Any:
+    def change(source: str) -> Any:
         text = json.dumps(read(source))
         text = re.sub(r'("score": \d\.\d*)', r"\g<1>1", text)
         return json.loads(re.sub(r'("perplexity_under_base": )1\.', r"\g<1>9.", text))
@@ -51,7 +51,7 @@ def test_another_figure_in_the_json_makes_another_page_and_plot(
     names = "controlled_comparison/score_vs_tokens_per_forward.png", "latin_study/scores.png"
     plots = {name: registry.PLOTS[f"experiments/{name}"] for name in names}
     before = {name: registry.digest(plot.values()) for name, plot in plots.items()}
-    monkeypatch.setattr(registry, "read", changed)
+    monkeypatch.setattr(registry, "read", change)
     filled = registry.fill(page, name)
     assert re.search(r"\| 9\.\d\d \|", filled)
     assert not re.search(r"\| 9\.\d\d \|", page)

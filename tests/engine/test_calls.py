@@ -213,13 +213,17 @@ def test_an_unknown_statistic_is_no_statistic() -> None:
 def test_guided_prompts_of_one_call_read_their_own_branches() -> None:
     table, how = random_table(), Draw(sampling=SamplingParams(), guidance=1.5)
 
-    def guided(tokens: list[int], others: list[int]) -> Forward:
+    def guided_forward(tokens: list[int], others: list[int]) -> Forward:
         places = range(len(tokens))
         scored = tuple((offset, 5 + offset) for offset in places)
         first = Branch(tokens=tokens, positions=places, draft_at=places, score_at=scored)
         return Forward(phase="", branches=(first, Branch(tokens=others, positions=places)), draw=how, cached=False)
 
-    forwards = [guided([3, 4, 5], [6, 7, 8]), guided([9, 8], [4, 3]), guided([10, 11, 12], [3, 9, 5])]
+    forwards = [
+        guided_forward([3, 4, 5], [6, 7, 8]),
+        guided_forward([9, 8], [4, 3]),
+        guided_forward([10, 11, 12], [3, 9, 5]),
+    ]
     together = Serving(GivenLogits(table), 3).serve([(i, str(i), f) for i, f in enumerate(forwards)])
     for number, forward in enumerate(forwards):
         [[alone, _]] = Serving(GivenLogits(table), 1).serve([(0, str(number), forward)])

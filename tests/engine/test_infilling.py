@@ -33,14 +33,14 @@ TEXT = oracle_text(None)
 PROMPT = (3, 4)
 
 
-def given(pattern: str, *, start: int = len(PROMPT)) -> tuple[int | None, ...]:
+def make_template(pattern: str, *, start: int = len(PROMPT)) -> tuple[int | None, ...]:
     """Return the oracle's text, ``None`` where the pattern has an underscore; a full stop is an end of sequence."""
     return tuple({"_": None, ".": EOS}.get(c, TEXT(start + i)) for i, c in enumerate(pattern))
 
 
 def run(decoder: Decoder, pattern: str, *, max_new_tokens: int = 16) -> tuple[Generation, OracleModel]:
     model = OracleModel(TEXT, certainty=lambda place: 0.95 - 1e-6 * place, traits=traits_for(decoder))
-    prompt = Prompt(token_ids=PROMPT, id="p", given=given(pattern))
+    prompt = Prompt(token_ids=PROMPT, id="p", given=make_template(pattern))
     [row] = decode(model, decoder, [prompt], SamplingParams(max_new_tokens=max_new_tokens), trace=True).rows
     length = len(row.token_ids) - pattern.endswith(".")
     assert row.token_ids[:length] == [TEXT(len(PROMPT) + i) for i in range(length)]
@@ -71,7 +71,7 @@ def test_slots_of_unequal_length_are_filled_in_parallel(layout: str, fill: str) 
         return
     decoder = ReFusion(slot_size=4, num_serial_blocks=1, infill_layout=layout, infill=fill)
     model = OracleModel(TEXT, agreement=lambda _: 0.5, traits=traits_for(decoder))
-    prompt = Prompt(token_ids=PROMPT, id="p", given=given("a____b___c__."))
+    prompt = Prompt(token_ids=PROMPT, id="p", given=make_template("a____b___c__."))
     [row] = decode(model, decoder, [prompt], SamplingParams(max_new_tokens=16)).rows
     assert row.token_ids[:-1] == [TEXT(len(PROMPT) + i) for i in range(12)]
     if layout == "reference" and fill == "mask":
@@ -82,7 +82,9 @@ def test_slots_of_unequal_length_are_filled_in_parallel(layout: str, fill: str) 
 def test_keys_and_values_of_given_tokens_are_those_of_one_causal_pass() -> None:
     decoder = ReFusion(slot_size=2)
     model = tiny_backbone(traits_for(decoder))
-    known = [(token, i) for i, token in enumerate((*PROMPT, *(t or 0 for t in given("ab__c")))) if i not in (4, 5)]
+    known = [
+        (token, i) for i, token in enumerate((*PROMPT, *(t or 0 for t in make_template("ab__c")))) if i not in (4, 5)
+    ]
     tokens, positions = (torch.tensor([values]) for values in zip(*known, strict=True))
     with torch.no_grad():
         expected = model.logits(model.hidden_states(tokens, positions, causal(5))[0])
@@ -94,8 +96,8 @@ def test_keys_and_values_of_given_tokens_are_those_of_one_causal_pass() -> None:
     drafted = model.logits(hidden)[5:].clone()
     drafted[:, [0, 1, 2]] = -torch.inf
     [row] = decode(
-        model, decoder, [Prompt(token_ids=PROMPT, id="p", given=given("ab__c"))], SamplingParams(max_new_tokens=2),
-        trace=True,
+        model, decoder, [Prompt(token_ids=PROMPT, id="p", given=make_template("ab__c"))],
+        SamplingParams(max_new_tokens=2), trace=True,
     ).rows  # fmt: skip
     assert row.trace[0].tokens[0] == int(drafted[0, :14].argmax())
 
@@ -132,19 +134,19 @@ def test_block_diffusion_fixes_tokens_of_its_blocks() -> None:
     decoder = BlockDiffusion(block_size=4, threshold=0.5)
     row, _ = run(decoder, "aa" + "aaaa" + "a_a_")
     assert row.num_forwards == 5, "none for blocks that are given"
-    reason = decoder.refusal(Prompt(token_ids=PROMPT, id="p", given=given("a__a")))
+    reason = decoder.refusal(Prompt(token_ids=PROMPT, id="p", given=make_template("a__a")))
     assert reason is not None
     assert "blocks of 4" in reason
-    at_start = Prompt(token_ids=PROMPT, id="p", given=given("aa_a"))
+    at_start = Prompt(token_ids=PROMPT, id="p", given=make_template("aa_a"))
     assert decoder.refusal(at_start) is None
     assert replace(decoder, shifted=True).refusal(at_start) is not None, "the block before predicts a first token"
-    assert D2F(block_size=4).refusal(Prompt(token_ids=PROMPT, id="p", given=given("a__a"))) is None
-    assert D2F(block_size=4).refusal(Prompt(token_ids=PROMPT, id="p", given=given("a__aa"))) is not None
-    assert decoder.refusal(Prompt(token_ids=PROMPT, id="p", given=given("aaaaaaa"))) is None
+    assert D2F(block_size=4).refusal(Prompt(token_ids=PROMPT, id="p", given=make_template("a__a"))) is None
+    assert D2F(block_size=4).refusal(Prompt(token_ids=PROMPT, id="p", given=make_template("a__aa"))) is not None
+    assert decoder.refusal(Prompt(token_ids=PROMPT, id="p", given=make_template("aaaaaaa"))) is None
 
 
 def test_wedlm_sees_given_tokens_within_its_window() -> None:
-    prompts = [Prompt(token_ids=PROMPT, id="p", given=given("_" * n + "a")) for n in (3, 4)]
+    prompts = [Prompt(token_ids=PROMPT, id="p", given=make_template("_" * n + "a")) for n in (3, 4)]
     assert WeDLM(window_size=4).refusal(prompts[0]) is None
     assert "window of 4" in str(WeDLM(window_size=4).refusal(prompts[1]))
     _, model = run(WeDLM(window_size=4), "___a____")
@@ -186,7 +188,7 @@ def test_everything_given_takes_no_forward(cls: type[Decoder]) -> None:
 
 def generation(pattern: str, tokens: list[int], probabilities: list[float], forwards: int) -> tuple[Prompt, Generation]:
     """Return a prompt with a template and a generation whose gaps were drafted twice: the last drafts count."""
-    prompt = Prompt(token_ids=PROMPT, id="p", given=given(pattern))
+    prompt = Prompt(token_ids=PROMPT, id="p", given=make_template(pattern))
     filled, drafts = [*prompt.given], iter(tokens)
     places = [place for place, token in enumerate(filled) if token is None]
     for place in places:
@@ -216,11 +218,11 @@ def test_prompts_that_fill_the_cache_with_several_lengths_are_decoded_to_the_end
     prompts = [Prompt(token_ids=PROMPT, id="p", given=(None,) * n + (7,)) for n in range(1, 5)]
     lengths = []
 
-    def decoded(tried: Sequence[Prompt], how: SamplingParams) -> list[Generation]:
+    def decode_all(tried: Sequence[Prompt], how: SamplingParams) -> list[Generation]:
         lengths.append({max_length(prompt, how, model.special_tokens) for prompt in tried})
         return decode(model, decoder, tried, how, trace=True, max_cache_tokens=len(PROMPT) + 1 + 8).rows
 
-    [row] = choose_lengths(decoded, [prompts], SamplingParams(max_new_tokens=8), [EOS])
+    [row] = choose_lengths(decode_all, [prompts], SamplingParams(max_new_tokens=8), [EOS])
     assert 7 in row.token_ids
     assert lengths == [{8 + 1}] * 2
 

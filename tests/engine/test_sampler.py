@@ -107,11 +107,11 @@ def num_softmax_rows(monkeypatch: pytest.MonkeyPatch, decoder: Any, **options: A
     """Decode and count the rows whose probabilities are computed."""
     rows, softmax = [0], Tensor.softmax
 
-    def counted(self: Tensor, dim: int) -> Tensor:
+    def count(self: Tensor, dim: int) -> Tensor:
         rows[0] += len(self)
         return softmax(self, dim)
 
-    monkeypatch.setattr(Tensor, "softmax", counted)
+    monkeypatch.setattr(Tensor, "softmax", count)
     model = OracleModel(oracle_text(None), traits=ModelTraits())  # unknown training
     prompts = [Prompt(token_ids=(5, 6), id="0")]
     output = decode(model, decoder, prompts, SamplingParams(max_new_tokens=8), **options)

@@ -14,32 +14,32 @@ from refusion_lit.engine.stopping import TextStream
 from refusion_lit.types import SamplingParams
 
 
-def decoded(tokens: list[int]) -> str:
+def decode(tokens: list[int]) -> str:
     return bytes(tokens).decode(errors="replace")
 
 
-def streamed(stream: TextStream, text: bytes) -> list[str]:
+def stream_pieces(stream: TextStream, text: bytes) -> list[str]:
     return [stream.piece([*text[:length]]) for length in range(len(text) + 1)]
 
 
 def test_a_response_that_ends_within_a_character_is_streamed_whole() -> None:
     text = "a€".encode()[:-1]  # cut by the length limit
-    stream = TextStream(decoded, SamplingParams())
-    pieces = streamed(stream, text)
+    stream = TextStream(decode, SamplingParams())
+    pieces = stream_pieces(stream, text)
     assert "".join(pieces) == "a", "the last character may still be completed"
-    assert "".join([*pieces, stream.rest(decoded([*text]))]) == decoded([*text]) == "a\N{REPLACEMENT CHARACTER}"
+    assert "".join([*pieces, stream.rest(decode([*text]))]) == decode([*text]) == "a\N{REPLACEMENT CHARACTER}"
 
 
 def test_the_beginning_of_a_stop_string_is_held_back_and_told_at_the_end() -> None:
-    stream = TextStream(decoded, SamplingParams(stop=("END", "\n")))
-    assert streamed(stream, b"xEyEN") == ["", "x", "", "Ey", "", ""]
+    stream = TextStream(decode, SamplingParams(stop=("END", "\n")))
+    assert stream_pieces(stream, b"xEyEN") == ["", "x", "", "Ey", "", ""]
     assert stream.rest("xEyEN") == "EN"
 
 
 def test_the_beginning_of_a_stop_string_is_held_back_while_its_next_character_is_half_written() -> None:
     for stop, text in (("Q€", "12Q€"), ("\n答", "42\n答")):
-        stream = TextStream(decoded, SamplingParams(stop=(stop,)))
-        assert "".join(streamed(stream, text.encode())) == text.removesuffix(stop)
+        stream = TextStream(decode, SamplingParams(stop=(stop,)))
+        assert "".join(stream_pieces(stream, text.encode())) == text.removesuffix(stop)
 
 
 def test_a_tokenizer_that_changes_earlier_text_streams_its_final_text() -> None:
@@ -67,9 +67,9 @@ def test_a_tokenizer_that_changes_earlier_text_streams_its_final_text() -> None:
 
 
 def test_a_request_that_starts_again_tells_nothing_twice() -> None:
-    stream = TextStream(decoded, SamplingParams())
-    assert "".join(streamed(stream, b"abc")) == "abc"
-    assert streamed(stream, b"abcd") == ["", "", "", "", "d"]
+    stream = TextStream(decode, SamplingParams())
+    assert "".join(stream_pieces(stream, b"abc")) == "abc"
+    assert stream_pieces(stream, b"abcd") == ["", "", "", "", "d"]
     assert stream.rest("abcd") == ""
 
 
@@ -83,6 +83,6 @@ def test_a_long_stop_string_costs_no_more_than_the_text() -> None:
             Counted.num_slices += 1
             return super().__getitem__(key)
 
-    stream = TextStream(decoded, SamplingParams(stop=(Counted("c" * 100_000),)))
-    assert "".join([*streamed(stream, b"abcc"), stream.rest("abcc")]) == "abcc"
+    stream = TextStream(decode, SamplingParams(stop=(Counted("c" * 100_000),)))
+    assert "".join([*stream_pieces(stream, b"abcc"), stream.rest("abcc")]) == "abcc"
     assert Counted.num_slices <= 1 + 2 + 3 + 4

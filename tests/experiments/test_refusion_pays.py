@@ -40,7 +40,7 @@ def recorded(tmp_path: Path) -> Trajectory:
     return read_states(str(tmp_path / "record"))["a"]
 
 
-def shown(recorded: Trajectory, record: Path, key: int, window: int) -> CorruptedBatch:
+def corrupt(recorded: Trajectory, record: Path, key: int, window: int) -> CorruptedBatch:
     text = [*PROMPT, *recorded.tokens[: recorded.num_tokens].tolist()]
     lengths = torch.tensor([len(PROMPT)]), torch.tensor([recorded.num_tokens])
     batch = ResponseBatch(
@@ -57,7 +57,7 @@ def test_a_sample_shows_a_state_of_its_decode(recorded: Trajectory, tmp_path: Pa
     assert by_acceptance == [2, 1, 0, 5, 4, 3]  # one slot per round, the most confident one of the block
     seen = set()
     for key in range(60):
-        sample = shown(recorded, tmp_path / "record", key, window)
+        sample = corrupt(recorded, tmp_path / "record", key, window)
         real = sample.is_real[0]  # type: ignore[index]
         positions = sample.position_ids[0][real].tolist()
         masks = sample.input_ids[0][real] == MASK

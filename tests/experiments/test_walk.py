@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-def stepped(state: int, step: str) -> int:
+def take_step(state: int, step: str) -> int:
     return {"+": (state + 1) % 10, "-": (state - 1) % 10, "~": 9 - state}[step]
 
 
@@ -31,7 +31,7 @@ def test_the_known_state_and_the_steps_determine_the_walk(index: int, seed: int,
 def walk_from(state: int, steps: str) -> list[int]:
     states = [state]
     for step in steps:
-        states.append(stepped(states[-1], step))
+        states.append(take_step(states[-1], step))
     return states
 
 

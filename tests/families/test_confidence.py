@@ -23,14 +23,14 @@ CASES: dict[str, Decoder] = {
 }
 
 
-def unmasked(decoder: Decoder, temperature: float) -> list[list[int]]:
+def list_unmasked(decoder: Decoder, temperature: float) -> list[list[int]]:
     """Return the positions that each forward unmasks, for a model whose certainty has no order in the text."""
     traits = BLOCKS if isinstance(decoder, BlockDiffusion) else BIDIRECTIONAL
-    trace = decoded(decoder, temperature, traits).trace
+    trace = decode_oracle(decoder, temperature, traits).trace
     return [sorted(entry.accepted) for entry in trace if entry.accepted]
 
 
-def decoded(decoder: Decoder, temperature: float, traits: ModelTraits) -> Generation:
+def decode_oracle(decoder: Decoder, temperature: float, traits: ModelTraits) -> Generation:
     model = OracleModel(oracle_text(None), certainty=lambda place: 0.97 + 0.029 * (place * 7 % 16) / 16, traits=traits)
     sampling = SamplingParams(max_new_tokens=LENGTH, temperature=temperature)
     prompt = Prompt(token_ids=tuple([3] * LENGTH), id="p")
@@ -44,19 +44,19 @@ def test_raw_confidences_do_not_depend_on_the_temperature(name: str, temperature
     decoder = replace(CASES[name], confidence="raw")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        greedy = unmasked(decoder, 0.0)
-        assert unmasked(decoder, temperature) == greedy
+        greedy = list_unmasked(decoder, 0.0)
+        assert list_unmasked(decoder, temperature) == greedy
     assert greedy != sorted(greedy), "not left to right"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_filtered_confidences_warn_of_a_low_temperature(name: str) -> None:
     with pytest.warns(UserWarning, match="confidence: raw"):
-        low = unmasked(CASES[name], 0.02)
+        low = list_unmasked(CASES[name], 0.02)
     assert low == sorted(low), "left to right, as in the authors' programs"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert unmasked(CASES[name], 0.0) != low
+        assert list_unmasked(CASES[name], 0.0) != low
 
 
 @pytest.mark.parametrize("make", [LLaDA, FastDLLM])
@@ -71,7 +71,9 @@ def test_token_editing_fills_more_masks_by_filtered_confidences() -> None:
     filtered = replace(raw, confidence="filtered")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        greedy = decoded(raw, 0.0, BLOCKS).num_forwards
-        assert decoded(filtered, 0.0, BLOCKS).num_forwards == decoded(raw, 0.02, BLOCKS).num_forwards == greedy
+        greedy = decode_oracle(raw, 0.0, BLOCKS).num_forwards
+        assert (
+            decode_oracle(filtered, 0.0, BLOCKS).num_forwards == decode_oracle(raw, 0.02, BLOCKS).num_forwards == greedy
+        )
     with pytest.warns(UserWarning, match="confidence: raw"):
-        assert decoded(filtered, 0.02, BLOCKS).num_forwards < greedy
+        assert decode_oracle(filtered, 0.02, BLOCKS).num_forwards < greedy

@@ -62,7 +62,7 @@ def draw(scores: Tensor, name: str, num_forwards: int, temperature: float) -> tu
     return tokens.tolist(), (scores / temperature).softmax(-1).gather(-1, tokens[:, None])[:, 0].tolist()
 
 
-def edited(
+def decode_with_edits(
     backbone: Backbone, prompt: tuple[int, ...], length: int, *, size: int, threshold: float, edit_threshold: float,
     max_post_steps: int, num_filled: int, stops: bool, name: str, temperature: float,
 ) -> Run:  # fmt: skip
@@ -95,7 +95,7 @@ def edited(
     return cut(text[start : start + length], ENDS), num_forwards
 
 
-def denoised(
+def denoise(
     backbone: Backbone, prompt: tuple[int, ...], length: int, *, size: int, num_steps: int, choose: Choice, name: str,
     temperature: float,
 ) -> Run:  # fmt: skip
@@ -186,8 +186,8 @@ def test_token_editing(
         confidence="filtered",
     )  # fmt: skip
     check(
-        backbone, decoder, prompts, length, temperature, edited, threshold=threshold, edit_threshold=edit_threshold,
-        max_post_steps=max_post_steps, num_filled=num_filled, stops=stops,
+        backbone, decoder, prompts, length, temperature, decode_with_edits, threshold=threshold,
+        edit_threshold=edit_threshold, max_post_steps=max_post_steps, num_filled=num_filled, stops=stops,
     )  # fmt: skip
 
 
@@ -206,13 +206,13 @@ def test_block_diffusion(
     num_steps = min(num_steps, size)
     if rule == "entropy_bounded":
         decoder = BlockDiffusion(block_size=size, sampling_rule="entropy_bounded", entropy_bound=4 * bound)
-        check(backbone, decoder, prompts, length, temperature, denoised, num_steps=size, choose=by_entropy(4 * bound))
+        check(backbone, decoder, prompts, length, temperature, denoise, num_steps=size, choose=by_entropy(4 * bound))
         return
     if rule == "sequential":
         decoder = BlockDiffusion(block_size=size, sampling_rule="sequential", num_steps=num_steps)
-        check(backbone, decoder, prompts, length, temperature, denoised, num_steps=num_steps, choose=leftmost)
+        check(backbone, decoder, prompts, length, temperature, denoise, num_steps=num_steps, choose=leftmost)
         return
     threshold = 1.0 if rule == "static" else bound
     decoder = BlockDiffusion(block_size=size, num_steps=num_steps, threshold=threshold, confidence="filtered")
     choose = by_threshold(threshold)
-    check(backbone, decoder, prompts, length, temperature, denoised, num_steps=num_steps, choose=choose)
+    check(backbone, decoder, prompts, length, temperature, denoise, num_steps=num_steps, choose=choose)

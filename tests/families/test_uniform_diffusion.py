@@ -84,11 +84,11 @@ def generate_and_record(theirs: Any, ids: list[int], options: dict[str, Any], mo
     canvases: list[list[int]] = []
     randint, multinomial = torch.randint, torch.multinomial
 
-    def recorded_randint(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def record_randint(*args: Any, **kwargs: Any) -> torch.Tensor:
         noise.append((drawn := randint(*args, **kwargs))[0].tolist())
         return drawn
 
-    def recorded_multinomial(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def record_multinomial(*args: Any, **kwargs: Any) -> torch.Tensor:
         sampled.append((drawn := multinomial(*args, **kwargs))[:, 0].tolist())
         return drawn
 
@@ -98,8 +98,8 @@ def generate_and_record(theirs: Any, ids: list[int], options: dict[str, Any], mo
     )
     with monkeypatch.context() as patch, torch.random.fork_rng():
         torch.manual_seed(len(ids))
-        patch.setattr(torch, "randint", recorded_randint)
-        patch.setattr(torch, "multinomial", recorded_multinomial)
+        patch.setattr(torch, "randint", record_randint)
+        patch.setattr(torch, "multinomial", record_multinomial)
         patch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)  # loads compilers
         output = theirs.generate(torch.tensor([ids]), generation_config=generation_config(options))
     hook.remove()

@@ -33,7 +33,7 @@ def model(name: str, dtype: str) -> Backbone:
     return BackboneConfig(source=directory, dtype=dtype).build(AutoTokenizer.from_pretrained(directory)).eval()
 
 
-def decoded(
+def decode_setting(
     name: str, setting: int, dtype: str, batch_size: int, **more: Any
 ) -> tuple[list[dict[str, Any]], DecodingOutput]:
     """Decode the prompts of a setting; return their reference runs and what came out."""
@@ -62,7 +62,7 @@ def expected_text(name: str, run: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize("name", ["clean", "mid"])
 def test_text_and_forwards_are_the_reference_ones(name: str, setting: int, batch_size: int, fused: bool) -> None:
     more: dict[str, Any] = {"fused": fused, "infill_layout": "packed" if fused else "reference"}
-    runs, output = decoded(name, setting, "float32", batch_size, **more)
+    runs, output = decode_setting(name, setting, "float32", batch_size, **more)
     for run, row in zip(runs, output.rows, strict=True):
         assert row.token_ids == expected_text(name, run)
         if fused:
@@ -96,7 +96,7 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone_in_float64() -> None:
 def test_bfloat16_keeps_nearly_all_texts() -> None:
     same = []
     for setting in range(6):
-        runs, output = decoded("clean", setting, "bfloat16", 16)
+        runs, output = decode_setting("clean", setting, "bfloat16", 16)
         same += [row.token_ids == expected_text("clean", run) for run, row in zip(runs, output.rows, strict=True)]
     assert len(same) == 120
     assert sum(same) >= 110  # 116 when this was written: eight bits decide near a threshold

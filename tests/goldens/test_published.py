@@ -15,7 +15,7 @@ from support.decoder_cases import LastState
 from support.published import published_model, reference, select_runs, with_batch_sizes
 
 
-def decoded(
+def decode_setting(
     name: str, setting: int, decoder: Decoder, sampling: SamplingParams, batch_size: int
 ) -> tuple[list[dict[str, Any]], DecodingOutput, list[list[int]]]:
     """Decode a setting's prompts; return the reference runs, what came out, and the whole canvases."""
@@ -30,7 +30,7 @@ def check(
     name: str, setting: int, decoder: Decoder, sampling: SamplingParams, batch_size: int
 ) -> tuple[list[dict[str, Any]], DecodingOutput]:
     """Compare every token of the canvas, those after an end of sequence too, and the number of forwards."""
-    runs, output, canvases = decoded(name, setting, decoder, sampling, batch_size)
+    runs, output, canvases = decode_setting(name, setting, decoder, sampling, batch_size)
     for run, row, canvas in zip(runs, output.rows, canvases, strict=True):
         assert canvas == run["output"]
         assert row.num_forwards == run["num_forwards"]

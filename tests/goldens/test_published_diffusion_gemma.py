@@ -27,7 +27,7 @@ def model(dtype: str = "float32") -> Backbone:
     return refusion_lit.load(MODELS["diffusion-gemma-tiny"], dtype=dtype).backbone
 
 
-def decoded(
+def decode_setting(
     setting: int, batch_size: int, max_new_tokens: int, dtype: str = "float32"
 ) -> list[tuple[dict[str, Any], Generation]]:
     """Decode the runs of a setting with their draws."""
@@ -69,7 +69,7 @@ def text(run: dict[str, Any], setting: int) -> list[int]:
 def test_every_step_is_transformers(setting: int, batch_size: int, dtype: str) -> None:
     length = GOLDEN["canvas_length"]
     budget = -(-GOLDEN["settings"][setting]["max_new_tokens"] // length) * length  # whole canvases, as in transformers
-    pairs = decoded(setting, batch_size, budget, dtype)
+    pairs = decode_setting(setting, batch_size, budget, dtype)
     for i, (run, row) in enumerate(pairs):
         steps = DRAWS[str(i)].steps
         assert len(steps) == len(run["steps"]) == run["num_forwards"]
@@ -85,7 +85,7 @@ def test_every_step_is_transformers(setting: int, batch_size: int, dtype: str) -
 
 @pytest.mark.parametrize("setting", range(8))
 def test_a_smaller_budget_cuts_the_text(setting: int) -> None:
-    for run, row in decoded(setting, 2, 11):
+    for run, row in decode_setting(setting, 2, 11):
         assert row.token_ids == text(run, setting)[:11]
         canvases = groupby(run["steps"], key=lambda step: step["canvas_number"])
         assert row.num_forwards == 1 + len(list(next(canvases)[1]))

@@ -15,7 +15,7 @@ from refusion_lit.modeling.visibility import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Introspective
 from refusion_lit.types import Prompt, SamplingParams
-from support.published import ended_by, published_model, reference, select_runs, with_batch_sizes
+from support.published import end_at, published_model, reference, select_runs, with_batch_sizes
 
 NEVER = 31
 """An id that no text has."""
@@ -25,7 +25,7 @@ EOS = 18
 def decode_runs(
     runs: list[dict[str, Any]], decoder: Decoder, num_tokens: int, batch_size: int, eos_token_id: int = EOS
 ) -> list[Generation]:
-    model: Any = ended_by(published_model("idlm-tiny").backbone, eos_token_id)
+    model: Any = end_at(published_model("idlm-tiny").backbone, eos_token_id)
     prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(runs)]
     return decode(model, decoder, prompts, SamplingParams(max_new_tokens=num_tokens), batch_size=batch_size).rows
 

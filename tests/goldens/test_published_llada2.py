@@ -22,7 +22,9 @@ def model(name: str, block_size: int) -> Backbone:
     return refusion_lit.load(MODELS[name], overrides=blocks).backbone
 
 
-def decoded(name: str, setting: int, decoder: Decoder, batch_size: int) -> list[tuple[dict[str, Any], Generation]]:
+def decode_setting(
+    name: str, setting: int, decoder: Decoder, batch_size: int
+) -> list[tuple[dict[str, Any], Generation]]:
     """Decode the prompts of a setting; check the texts."""
     golden = reference(name)
     options = golden["settings"][setting]
@@ -53,7 +55,7 @@ def test_llada2(setting: int, batch_size: int) -> None:
         num_steps=min(options["steps"], options["gen_length"] // options.get("minimal_topk", 1)),
         threshold=options["threshold"],
     )
-    for run, row in decoded("llada2_generate", setting, decoder, batch_size):
+    for run, row in decode_setting("llada2_generate", setting, decoder, batch_size):
         assert row.num_forwards == forwards_until_final(run) <= run["num_forwards"]
 
 
@@ -76,7 +78,7 @@ def test_llada21(name: str, setting: int, batch_size: int) -> None:
         min_num_filled=options.get("num_to_transfer", 1),
         stop_at_eos=options["eos_early_stop"],
     )
-    for run, row in decoded(name, setting, decoder, batch_size):
+    for run, row in decode_setting(name, setting, decoder, batch_size):
         assert row.num_forwards == run["num_forwards"]
 
 
@@ -102,6 +104,6 @@ def test_diffusers(setting: int, batch_size: int) -> None:
         stop_at_eos=stops,
         stop_in_block=stops,
     )
-    for run, row in decoded("llada2_diffusers", setting, decoder, batch_size):
+    for run, row in decode_setting("llada2_diffusers", setting, decoder, batch_size):
         num_extra = forwards_in_later_blocks(run, options["block_length"]) if stops else 0
         assert row.num_forwards == run["num_forwards"] - num_extra

@@ -34,7 +34,7 @@ NUMBERS = ("1e999", "-1e999", "NaN", "-Infinity", "1e-999", "-0", "9" * 400, "7"
 HALF_PAIR = '"\\ud800"'
 
 
-def nested(depth: int) -> str:
+def nest_lists(depth: int) -> str:
     """Return nested lists as JSON."""
     return "[" * depth + "]" * depth
 
@@ -45,7 +45,7 @@ def raw_json() -> st.SearchStrategy[str]:
     depths = st.sampled_from([3, 100, 300, 400, 480, 490, 900, 960, 970, 980, 985, 990, 995, 1000, 3000, 100_000])
     leaves = st.one_of(
         st.sampled_from([*NUMBERS, HALF_PAIR, "null", "", "{", "]", '"']), texts, st.integers().map(str),
-        depths.map(nested),
+        depths.map(nest_lists),
     )  # fmt: skip
     keys = st.one_of(texts, st.sampled_from([HALF_PAIR, '"query"', '"response"', '"prompt"', '"id"']))
     return st.recursive(
@@ -61,7 +61,7 @@ def raw_json() -> st.SearchStrategy[str]:
 
 
 @st.composite
-def damaged(draw: st.DrawFn, data: bytes, tokens: Sequence[bytes] = (), max_edits: int = 3) -> bytes:
+def damaged_files(draw: st.DrawFn, data: bytes, tokens: Sequence[bytes] = (), max_edits: int = 3) -> bytes:
     """Draw a file with parts deleted, duplicated, overwritten or inserted."""
     for _ in range(draw(st.integers(0, max_edits))):
         start = draw(st.integers(0, len(data)))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import QUICKSTART
-from hardness.malformed import nested
+from hardness.malformed import nest_lists
 from refusion_lit.cli.generate import read_prompts
 from refusion_lit.cli.lightning import RefusionCLI, parse_only
 from refusion_lit.evaluation.predictions import PredictionsFile
@@ -38,7 +38,7 @@ def test_only_newlines_separate_prompts(tmp_path: Path) -> None:
         ('{"prompt": "\\ud800"}', "a lone surrogate; remove"),
         ('{"prompt": "a", "id": "\\ud800"}', "a lone surrogate; remove"),
         ('{"prompt": "a", "reference": "\\udfff"}', "a lone surrogate; remove"),
-        (nested(100_000), "broken JSON"),
+        (nest_lists(100_000), "broken JSON"),
         (f'{{"prompt": "a", "id": {"7" * 5000}}}', "broken JSON"),
     ],
 )
@@ -74,7 +74,7 @@ def test_predictions_cut_inside_a_character_can_be_resumed(tmp_path: Path) -> No
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("content", [nested(100_000) + "\n", "", "3\n", '{"name": "é"}\n', "\xff\n"])
+@pytest.mark.parametrize("content", [nest_lists(100_000) + "\n", "", "3\n", '{"name": "é"}\n', "\xff\n"])
 def test_damaged_predictions_are_refused_and_kept(tmp_path: Path, content: str) -> None:
     path = tmp_path / "a.jsonl"
     interrupted_predictions(path)
@@ -101,7 +101,11 @@ def test_a_damaged_fingerprint_is_refused_and_the_predictions_kept(tmp_path: Pat
     path = tmp_path / "a.jsonl"
     meta = interrupted_predictions(path)
     before = path.read_bytes()
-    for damaged in (json.dumps({**json.loads(meta.read_text()), **change}) if change else "{", "[]", nested(100_000)):
+    for damaged in (
+        json.dumps({**json.loads(meta.read_text()), **change}) if change else "{",
+        "[]",
+        nest_lists(100_000),
+    ):
         meta.write_text(damaged)
         with pytest.raises(ValueError, match=r"^resume: expected the predictions of an interrupted run in .*a\.jsonl"):
             PredictionsFile(path, {"weights": "w"}, resume=True)

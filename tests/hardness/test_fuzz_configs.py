@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cli.conftest import REPOSITORY
-from hardness.malformed import NUM_EXAMPLES, PHASES, damaged, outcome
+from hardness.malformed import NUM_EXAMPLES, PHASES, damaged_files, outcome
 from refusion_lit.cli.lightning import RefusionCLI, parse_only
 from refusion_lit.cli.sweep import read_sweep
 from refusion_lit.utils.files import read_yaml
@@ -42,7 +42,9 @@ def yamls(valid: bytes) -> st.SearchStrategy[bytes]:
     )
     lines = st.lists(st.one_of(part, st.builds("{}: {}".format, key, part)), max_size=3).map("\n".join)
     return st.one_of(
-        damaged(valid, TOKEN_BYTES), lines.map(lambda text: text.encode("utf-8", "replace")), st.binary(max_size=30)
+        damaged_files(valid, TOKEN_BYTES),
+        lines.map(lambda text: text.encode("utf-8", "replace")),
+        st.binary(max_size=30),
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, outcome, raw_json, with_replaced_values
+from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged_files, outcome, raw_json, with_replaced_values
 from refusion_lit.cli.generate import read_prompts
 from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.tasks import InstructionFiles
@@ -39,7 +39,7 @@ def rows(draw: st.DrawFn, *, as_list: bool) -> bytes:
     rows = draw(st.lists(row, max_size=4))
     text = f"[{draw(st.sampled_from([',', ',' + chr(10)])).join(rows)}]" if as_list else "\n".join(rows)
     mark = draw(st.sampled_from(["", "", "\ufeff"]))
-    return draw(damaged((mark + text).encode("utf-8", "surrogatepass"), max_edits=1))
+    return draw(damaged_files((mark + text).encode("utf-8", "surrogatepass"), max_edits=1))
 
 
 @FUZZ
@@ -52,7 +52,7 @@ def rows(draw: st.DrawFn, *, as_list: bool) -> bytes:
 def test_rows(folder: Path, data: st.DataObject, name: str, preset: str, malformed: str) -> None:
     content = data.draw(rows(as_list=".json" in name and ".jsonl" not in name))
     if name.endswith(".gz"):
-        content = data.draw(damaged(gzip.compress(content, mtime=0), max_edits=1))
+        content = data.draw(damaged_files(gzip.compress(content, mtime=0), max_edits=1))
     (folder / name).write_bytes(content)
     task = InstructionFiles(train=str(folder / name), preset=preset, malformed=malformed, validation_fraction=0.0)  # type: ignore[arg-type]
     examples = outcome(lambda: task.examples("train"))
@@ -100,7 +100,7 @@ def test_a_run_resumes_after_its_last_complete_batch(folder: Path, num_done: int
 
 
 @FUZZ
-@given(content=st.one_of(rows(as_list=False), damaged("".join(LINES).encode())))
+@given(content=st.one_of(rows(as_list=False), damaged_files("".join(LINES).encode())))
 def test_predictions_to_resume(folder: Path, content: bytes) -> None:
     path = folder / "odd.jsonl"
     path.write_bytes(content)
@@ -119,7 +119,7 @@ def test_predictions_to_resume(folder: Path, content: bytes) -> None:
 @FUZZ
 @given(meta=with_replaced_values(META), data=st.data())
 def test_fingerprints_to_resume(folder: Path, meta: str, data: st.DataObject) -> None:
-    path, content = folder / "odd.jsonl", data.draw(damaged("".join(LINES).encode(), max_edits=1))
+    path, content = folder / "odd.jsonl", data.draw(damaged_files("".join(LINES).encode(), max_edits=1))
     path.write_bytes(content)
     meta_path(path).write_text(meta)
     message = outcome(lambda: PredictionsFile(path, FINGERPRINT, resume=True).close())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, with_replaced_values
+from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged_files, with_replaced_values
 from refusion_lit.reports.comparison import compare
 from refusion_lit.reports.runs import read_runs
 from refusion_lit.reports.tables import csv_table, latex_table, markdown_table
@@ -44,7 +44,7 @@ def test_predictions(run: Path, data: st.DataObject) -> None:
     for name in ("one", "two"):
         lines = [json.dumps(line(number), ensure_ascii=False) for number in range(len(MARKUP))]
         lines += data.draw(st.lists(with_replaced_values(line(20)), max_size=3))
-        content = data.draw(damaged("\n".join(lines).encode("utf-8", "surrogatepass"), max_edits=1))
+        content = data.draw(damaged_files("\n".join(lines).encode("utf-8", "surrogatepass"), max_edits=1))
         (run / f"predictions_{name}.jsonl").write_bytes(content)
     comparison = compare(*read_runs([run]), None)
     page = html_report(comparison)

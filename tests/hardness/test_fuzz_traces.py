@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged, outcome, raw_json, with_replaced_values
+from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged_files, outcome, raw_json, with_replaced_values
 from refusion_lit.traces.display import animate, page, print_statistics
 from refusion_lit.traces.document import Trace, read_trace, write_trace
 from support.parsed_page import ParsedPage
@@ -71,7 +71,7 @@ def test_a_trace_with_replaced_values(folder: Path, seed: int, data: st.DataObje
 def test_a_damaged_trace(folder: Path, seed: int, data: st.DataObject) -> None:
     path = folder / "trace.json"
     write_trace(random_trace(seed), path)
-    content = data.draw(st.one_of(damaged(path.read_bytes()), raw_json().map(str.encode), st.binary(max_size=40)))
+    content = data.draw(st.one_of(damaged_files(path.read_bytes()), raw_json().map(str.encode), st.binary(max_size=40)))
     path.write_bytes(content)
     check_refused_or_shown(path, folder)
 

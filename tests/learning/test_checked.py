@@ -38,7 +38,7 @@ def with_(corrupted: CorruptedBatch, **changes: Any) -> CorruptedBatch:
     return corrupted
 
 
-def corrupted(objective: Objective) -> CorruptedBatch:
+def corrupt(objective: Objective) -> CorruptedBatch:
     batch = collate_responses(SAMPLES, pad_token_id=0)
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
     return corrupt_and_check(objective, batch, noise, SPECIAL)
@@ -60,7 +60,7 @@ def corrupted(objective: Objective) -> CorruptedBatch:
 )
 def test_tensors_of_other_shapes_are_refused(change: Callable[[CorruptedBatch], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        corrupted(Slipping(change=change))
+        corrupt(Slipping(change=change))
 
 
 def test_attention_that_is_not_causal_is_stated() -> None:
@@ -71,12 +71,12 @@ def test_attention_that_is_not_causal_is_stated() -> None:
         with pytest.raises(
             ValueError, match="corrupt: visible: expected the ranges of bidirectional attention, got No"
         ):
-            corrupted(Masked())
-    assert corrupted(Masked()).visible is not None
+            corrupt(Masked())
+    assert corrupt(Masked()).visible is not None
 
 
 def test_what_fits_is_what_the_objective_returns() -> None:
-    assert corrupted(Slipping()).labels.equal(corrupted(Autoregressive()).labels)
+    assert corrupt(Slipping()).labels.equal(corrupt(Autoregressive()).labels)
 
 
 def test_an_objective_that_does_not_say_what_it_trains_is_refused() -> None:

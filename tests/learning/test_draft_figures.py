@@ -22,7 +22,7 @@ OBJECTIVES: list[Objective] = [
 ]
 
 
-def corrupted_by(objective: Objective) -> tuple[CorruptedBatch, torch.Tensor]:
+def corrupt_batch(objective: Objective) -> tuple[CorruptedBatch, torch.Tensor]:
     prompts, responses = torch.tensor([(2, 19), (3, 17), (1, 1), (4, 12)]).T
     ids = torch.randint(3, 12, (4, 21), generator=torch.Generator().manual_seed(1))
     batch = ResponseBatch(
@@ -35,7 +35,7 @@ def corrupted_by(objective: Objective) -> tuple[CorruptedBatch, torch.Tensor]:
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 def test_counts_equal_those_of_a_plain_loop(objective: Objective, is_packed: bool) -> None:
-    corrupted, rows = corrupted_by(objective)
+    corrupted, rows = corrupt_batch(objective)
     corrupted = pack(corrupted, rows, pad_token_id=0) if is_packed else corrupted
     offsets, masked = corrupted.draft_offsets, corrupted.is_masked
     assert offsets is not None
@@ -76,7 +76,7 @@ def test_figures() -> None:
 
 
 def test_objectives_without_slots_count_nothing() -> None:
-    corrupted, _ = corrupted_by(Masked())
+    corrupted, _ = corrupt_batch(Masked())
     hidden = torch.zeros(*corrupted.input_ids.shape, 12)
     with torch.no_grad():
         assert Masked().loss(hidden, torch.nn.Identity(), corrupted).draft_counts is None

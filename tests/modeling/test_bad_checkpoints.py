@@ -37,7 +37,7 @@ def config(name: str) -> dict[str, Any]:
 WITH_EXPERTS = [name for name in NAMES if text_options(config(name)).keys() & {*EXPERTS}]
 
 
-def copied(name: str, folder: Path, **options: Any) -> Path:
+def copy_model(name: str, folder: Path, **options: Any) -> Path:
     """Copy a checkpoint; change options of its config."""
     path = folder / name
     shutil.copytree(MODELS[name], path)
@@ -88,7 +88,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_four_shards_load_as_one_file(name: str, tmp_path: Path) -> None:
-    path = copied(name, tmp_path)
+    path = copy_model(name, tmp_path)
     split(path)
     ours, whole = (load(source).backbone for source in (path, MODELS[name]))
     modules = (ours.drafter, whole.drafter) if name == ASSISTANT else (ours, whole)
@@ -99,7 +99,7 @@ def test_four_shards_load_as_one_file(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_missing_shard_is_named(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = copied(name, tmp_path)
+    path = copy_model(name, tmp_path)
     split(path)
     (path / "model-2.safetensors").unlink()
     assert "model-2.safetensors" in refusal(path, capfd)
@@ -107,7 +107,7 @@ def test_a_missing_shard_is_named(name: str, tmp_path: Path, capfd: pytest.Captu
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != ASSISTANT])
 def test_a_missing_shard_is_found_before_weights_are_read(name: str, tmp_path: Path, no_weights: None) -> None:
-    path = copied(name, tmp_path)
+    path = copy_model(name, tmp_path)
     split(path)
     (path / "model-2.safetensors").unlink()
     with pytest.raises(ValueError, match=r"model-2\.safetensors"):
@@ -116,7 +116,7 @@ def test_a_missing_shard_is_found_before_weights_are_read(name: str, tmp_path: P
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_truncated_file_is_refused(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file = copied(name, tmp_path) / "model.safetensors"
+    file = copy_model(name, tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     assert "fetch" in refusal(file.parent, capfd)
 
@@ -128,7 +128,7 @@ def test_another_number_of_experts_is_refused(name: str, factor: float, tmp_path
     option = next(option for option in EXPERTS if option in values)
     num_experts = int(factor * values[option])
     with pytest.raises(ValueError, match=rf"{num_experts} experts.* got {values[option]}"):
-        refusion_lit.load(copied(name, tmp_path, **{option: num_experts}))
+        refusion_lit.load(copy_model(name, tmp_path, **{option: num_experts}))
 
 
 def rope(rope_type: str, **options: Any) -> dict[str, Any]:
@@ -214,7 +214,7 @@ IMPOSSIBLE = [
 def test_quantised_weights_are_refused_by_their_method(
     name: str, quantised: Any, tmp_path: Path, no_weights: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = copied(name, tmp_path)
+    path = copy_model(name, tmp_path)
     (path / "config.json").write_text(json.dumps({**config(name), "quantization_config": quantised}))
     line = refusal(path, capfd)
     assert "quantization_config" in line
@@ -246,7 +246,7 @@ def test_an_impossible_option_is_refused_in_every_family(
     name: str, options: dict[str, Any], expected: str, tmp_path: Path, no_weights: None,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    assert expected in refusal(copied(name, tmp_path, **options), capfd)
+    assert expected in refusal(copy_model(name, tmp_path, **options), capfd)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in (ASSISTANT, TARGET.name)])
@@ -254,7 +254,7 @@ def test_an_impossible_option_is_refused_in_every_family(
 def test_a_published_checkpoints_weights_are_compared_before_they_are_read(
     name: str, damage: str, tmp_path: Path, no_weights: None
 ) -> None:
-    path = copied(name, tmp_path)
+    path = copy_model(name, tmp_path)
     weights = load_file(path / "model.safetensors")
     key = max((key for key in weights if "layers.1." in key and weights[key].ndim == 2), key=len)
     if damage == "shape":
@@ -274,12 +274,12 @@ def test_an_option_that_no_model_can_have_is_refused(
     name: str, options: dict[str, Any], expected: str, tmp_path: Path, no_weights: None,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    assert re.search(expected, refusal(copied(name, tmp_path, **options), capfd))
+    assert re.search(expected, refusal(copy_model(name, tmp_path, **options), capfd))
 
 
 @pytest.mark.parametrize("length", [-3, None, 1024])
 def test_a_canvas_of_an_impossible_length_is_refused(length: int | None, tmp_path: Path, no_weights: None) -> None:
-    path = copied("diffusion-gemma-tiny", tmp_path)
+    path = copy_model("diffusion-gemma-tiny", tmp_path)
     (path / "config.json").write_text(json.dumps({**config(path.name), "canvas_length": length}))
     with pytest.raises(ValueError, match="canvas_length"):
         refusion_lit.load(path)
@@ -290,7 +290,7 @@ def test_an_unknown_type_of_layer_is_refused(
     name: str, tmp_path: Path, no_weights: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     num_layers = text_options(config(name))["num_hidden_layers"]
-    path = copied(name, tmp_path, layer_types=["full_attention"] * (num_layers - 1) + ["foo_attention"])
+    path = copy_model(name, tmp_path, layer_types=["full_attention"] * (num_layers - 1) + ["foo_attention"])
     assert "layer_type" in refusal(path, capfd) if name == ASSISTANT else "foo_attention" in refusal(path, capfd)
 
 
@@ -298,7 +298,7 @@ def test_an_unknown_type_of_layer_is_refused(
 def test_another_number_of_layers_is_refused(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Transformers prints a table of missing weights, which must not reach the user."""
     num_layers = text_options(config(name))["num_hidden_layers"]
-    assert "layer" in refusal(copied(name, tmp_path, num_hidden_layers=num_layers + 1), capfd)
+    assert "layer" in refusal(copy_model(name, tmp_path, num_hidden_layers=num_layers + 1), capfd)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != ASSISTANT])
@@ -306,14 +306,14 @@ def test_more_layers_than_any_model_has_are_refused_by_name(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """transformers' configs list the kind of every layer: a billion of them would take all memory."""
-    assert "num_hidden_layers: expected at most" in refusal(copied(name, tmp_path, num_hidden_layers=20_000), capfd)
+    assert "num_hidden_layers: expected at most" in refusal(copy_model(name, tmp_path, num_hidden_layers=20_000), capfd)
 
 
 def test_transformers_own_report_is_printed_for_models_that_transformers_loads(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Loading a model here leaves the loggers of transformers as they are."""
-    path = copied(TARGET.name, tmp_path)
+    path = copy_model(TARGET.name, tmp_path)
     weights = load_file(path / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, path / "model.safetensors", {"format": "pt"})
@@ -332,7 +332,7 @@ def test_weights_for_images_are_refused_or_skipped_with_a_notice(
         with pytest.warns(UserWarning, match="vision tower"):
             refusion_lit.load(MODELS[name])
         return
-    path = copied(name, tmp_path)
+    path = copy_model(name, tmp_path)
     weights = load_file(path / "model.safetensors")
     save_file({**weights, "vision_tower.weight": torch.zeros(2)}, path / "model.safetensors", {"format": "pt"})
     assert "vision_tower.weight" in refusal(path, capfd)
@@ -340,7 +340,7 @@ def test_weights_for_images_are_refused_or_skipped_with_a_notice(
 
 def test_an_adapter_for_drafting_is_left_out_with_a_warning(tmp_path: Path) -> None:
     """Linear self-speculation accepts what the model itself would write, so the text is the same without it."""
-    path = copied("nld-tiny", tmp_path)
+    path = copy_model("nld-tiny", tmp_path)
     (path / "linear_spec_lora").mkdir()
     (path / "linear_spec_lora" / "adapter_config.json").write_text("{}")
     with pytest.warns(UserWarning, match="linear_spec_lora"):
@@ -352,7 +352,7 @@ def test_an_adapter_for_drafting_is_left_out_with_a_warning(tmp_path: Path) -> N
 def test_a_damaged_index_is_refused_before_weights_are_read(
     name: str, content: str, tmp_path: Path, no_weights: None
 ) -> None:
-    path = copied(name, tmp_path)
+    path = copy_model(name, tmp_path)
     split(path)
     (path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ValueError, match=r"weight_map .*model\.safetensors\.index\.json"):
@@ -363,7 +363,7 @@ def test_a_damaged_index_is_refused_before_weights_are_read(
 def test_a_file_of_weights_outside_the_directory_is_refused(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = copied(name, tmp_path)
+    path = copy_model(name, tmp_path)
     files = split(path)
     outside = tmp_path / "model-2.safetensors"
     (path / "model-2.safetensors").rename(outside)
@@ -374,7 +374,7 @@ def test_a_file_of_weights_outside_the_directory_is_refused(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_weight_of_another_shape_is_refused(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = copied(name, tmp_path)
+    path = copy_model(name, tmp_path)
     weights = load_file(path / "model.safetensors")
     key = max((key for key in weights if "layers.1." in key and weights[key].ndim == 2), key=len)
     weights[key] = weights[key][:-1].clone()

@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as distributed_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import refusion_lit
-from modeling.test_bad_checkpoints import ASSISTANT, NAMES, copied, load, no_weights, refusal, split  # noqa: F401 - fixture
+from modeling.test_bad_checkpoints import ASSISTANT, NAMES, copy_model, load, no_weights, refusal, split  # noqa: F401 - fixture
 from refusion_lit.checkpoints.sharded import load_sharded
 from refusion_lit.modeling.backbone import get_body
 from refusion_lit.modeling.drafter import Drafter, load_drafter
@@ -68,7 +68,7 @@ def as_pickle(path: Path) -> str:
 def test_a_value_that_is_not_finite_is_refused(
     name: str, value: float, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = copied(name, tmp_path)
+    path = copy_model(name, tmp_path)
     weight = change(path, with_value(value))
     line = refusal(path, capfd)
     assert weight in line
@@ -80,7 +80,7 @@ def test_a_value_that_is_not_finite_is_refused(
 def test_integers_are_refused_before_weights_are_read(
     name: str, dtype: torch.dtype, tmp_path: Path, no_weights: None  # noqa: F811 - the fixture
 ) -> None:  # fmt: skip
-    path = copied(name, tmp_path)
+    path = copy_model(name, tmp_path)
     weight = change(path, lambda weight: weight.to(dtype))
     with pytest.raises(ValueError, match="expected floating-point numbers") as info:
         refusion_lit.load(path)
@@ -90,7 +90,7 @@ def test_integers_are_refused_before_weights_are_read(
 
 
 def test_integers_in_an_assistant_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = copied(ASSISTANT, tmp_path)
+    path = copy_model(ASSISTANT, tmp_path)
     weight = change(path, lambda weight: weight.int())
     assert f"floating-point numbers in {weight}" in refusal(path, capfd)
 
@@ -186,7 +186,7 @@ def test_a_drafter_is_checked_too(damage: Callable[[Tensor], Tensor], expected: 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_tensor_in_two_shards_is_refused(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = copied(name, tmp_path)
+    path = copy_model(name, tmp_path)
     files = split(path)
     weight = inner_weight(load_file(MODELS[name] / FILE))
     other = next(file for file in sorted(files.values()) if file != files[weight])
@@ -202,7 +202,7 @@ def test_a_tensor_in_two_shards_is_refused(name: str, tmp_path: Path, capfd: pyt
 def test_an_index_that_names_a_tensor_no_shard_holds_is_refused(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = copied(name, tmp_path)
+    path = copy_model(name, tmp_path)
     files = split(path)
     weight = inner_weight(load_file(MODELS[name] / FILE))
     weights = load_file(path / files[weight])
@@ -213,7 +213,7 @@ def test_an_index_that_names_a_tensor_no_shard_holds_is_refused(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_truncated_shard_is_named(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = copied(name, tmp_path)
+    path = copy_model(name, tmp_path)
     split(path)
     file = path / "model-2.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
@@ -224,7 +224,7 @@ def test_a_truncated_shard_is_named(name: str, tmp_path: Path, capfd: pytest.Cap
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_value_in_a_shard_is_found(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = copied(name, tmp_path)
+    path = copy_model(name, tmp_path)
     files = split(path)
     weight = inner_weight(load_file(MODELS[name] / FILE))
     change_one = load_file(path / files[weight])
@@ -256,7 +256,7 @@ def test_a_name_twice_in_one_header_is_refused(tmp_path: Path) -> None:
 def test_transposed_and_empty_weights_are_refused(
     name: str, damage: Callable[[Tensor], Tensor], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = copied(name, tmp_path)
+    path = copy_model(name, tmp_path)
     weights = load_file(path / FILE)
     names = [weight for weight in weights if "layers.1." in weight and weights[weight].ndim == 2]
     weight = next(weight for weight in names if len({*weights[weight].shape}) == 2)

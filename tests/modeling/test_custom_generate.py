@@ -25,7 +25,7 @@ from refusion_lit.modeling.saving import PROGRAM_OPTIONS, prompt_code, save_draf
 from refusion_lit.refusion import custom_generate as refusion
 from refusion_lit.reports.model_card import model_card
 from refusion_lit.types import ModelTraits
-from support.forks import printed_without_us
+from support.forks import run_without_us
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "experiments" / "hard_tests"
@@ -98,7 +98,7 @@ def printed(exported: Path) -> dict[str, Any]:
         programs[kind] = program.replace("...", query)
     (exported / "programs.json").write_text(json.dumps(programs))
     program = PROGRAM.format(programs=str(PROGRAMS), folder=str(exported))
-    return json.loads(printed_without_us(program, exported).splitlines()[-1])
+    return json.loads(run_without_us(program, exported).splitlines()[-1])
 
 
 def test_reference_outputs_and_drafted_texts_come_out(printed: dict[str, Any]) -> None:

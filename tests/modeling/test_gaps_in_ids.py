@@ -29,7 +29,7 @@ CHARACTERS = 'abcdefghijklmnopqrstuvwxyz 0123456789{}[]":,'
 EOS = 70
 
 
-def gapped(path: Path, *, mask: bool = True, eos: int = EOS, num_rows: int = 80) -> Path:
+def write_gapped_model(path: Path, *, mask: bool = True, eos: int = EOS, num_rows: int = 80) -> Path:
     """Write a random model whose tokenizer leaves ids 3 to 9, and ids before EOS, to nobody."""
     vocabulary = {"<pad>": 0, **({"<|mask|>": 2} if mask else {}), **{c: 10 + i for i, c in enumerate(CHARACTERS)}}
     vocabulary["<eos>"] = eos
@@ -49,7 +49,7 @@ def gapped(path: Path, *, mask: bool = True, eos: int = EOS, num_rows: int = 80)
     return path
 
 
-def known(tokenizer: Any) -> set[int]:
+def known_ids(tokenizer: Any) -> set[int]:
     return set(tokenizer.get_vocab().values())
 
 
@@ -57,40 +57,40 @@ def known(tokenizer: Any) -> set[int]:
 @pytest.mark.parametrize("decoder", [Autoregressive(), ReFusion(), LLaDA(), WeDLM()], ids=lambda d: type(d).__name__)
 def test_decoders_write_every_token_and_no_gap(tmp_path: Path, decoder: Any, temperature: float) -> None:
     attention = "bidirectional" if isinstance(decoder, LLaDA) else "causal"
-    overrides = refusion_lit.BackboneConfig(source=str(gapped(tmp_path)), attention=attention)
+    overrides = refusion_lit.BackboneConfig(source=str(write_gapped_model(tmp_path)), attention=attention)
     model = refusion_lit.load(tmp_path, overrides=overrides)
     sampling = SamplingParams(max_new_tokens=48, temperature=temperature)
     rows = model.generate(["abc"] * 8, decoder=decoder, sampling=sampling, batch_size=8, allow_mismatch=True)
     drawn = {token for row in rows for token in row.token_ids}
-    assert drawn <= known(model.tokenizer) - {2}
+    assert drawn <= known_ids(model.tokenizer) - {2}
     assert temperature == 0 or max(drawn) >= 40, "ids from the number of tokens on are drawn"
 
 
 @torch.no_grad()
 def test_likelihoods_leave_gaps_out(tmp_path: Path) -> None:
-    model = refusion_lit.load(gapped(tmp_path), dtype="float64")
+    model = refusion_lit.load(write_gapped_model(tmp_path), dtype="float64")
     context, text = model.encode("abc"), [*model.encode("9z,"), EOS]
     value, _ = autoregressive(model.backbone, context, text)
     base = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
     logits = base(torch.tensor([[*context, *text]])).logits[0, len(context) - 1 : -1]
-    logits = logits[:, sorted(known(model.tokenizer))].log_softmax(-1)
-    places = [sorted(known(model.tokenizer)).index(token) for token in text]
+    logits = logits[:, sorted(known_ids(model.tokenizer))].log_softmax(-1)
+    places = [sorted(known_ids(model.tokenizer)).index(token) for token in text]
     assert value == pytest.approx(float(logits[range(len(text)), places].sum()))
 
 
 def test_schemas_are_kept_without_gaps(tmp_path: Path) -> None:
-    model = refusion_lit.load(gapped(tmp_path))
+    model = refusion_lit.load(write_gapped_model(tmp_path))
     schema = {"type": "object", "properties": {"a": {"enum": ["x", "yz"]}, "n": {"type": "boolean"}},
               "required": ["a", "n"], "additionalProperties": False}  # fmt: skip
     sampling = SamplingParams(max_new_tokens=40, temperature=1.0)
     rows = model.generate(["abc"] * 4, decoder=ReFusion(), sampling=sampling, json_schema=schema, allow_mismatch=True)
     for row in rows:
         assert json.loads(row.text).keys() == {"a", "n"}
-        assert {*row.token_ids} <= known(model.tokenizer)
+        assert {*row.token_ids} <= known_ids(model.tokenizer)
 
 
 def test_replacements_are_tokens(tmp_path: Path) -> None:
-    special = read_special_tokens(AutoTokenizer.from_pretrained(gapped(tmp_path)))
+    special = read_special_tokens(AutoTokenizer.from_pretrained(write_gapped_model(tmp_path)))
     uniform = torch.arange(0, 1, 1 / 400)[None]
     for token in (12, EOS, 2):
         drawn = other_tokens(torch.full((1, 400), token), uniform, special)
@@ -100,7 +100,7 @@ def test_replacements_are_tokens(tmp_path: Path) -> None:
 def test_a_training_fits_and_exports_the_gaps(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"query": f"{i} a", "response": f"z{i}"}) + "\n" for i in range(8)))
-    source = gapped(tmp_path / "base", num_rows=64 + 7)  # a row for every id, and no more
+    source = write_gapped_model(tmp_path / "base", num_rows=64 + 7)  # a row for every id, and no more
     task = InstructionFiles(train=str(rows), validation=str(rows))
     data = InstructionDataModule(task, PretrainedTokenizer(source=str(source)), batch_size=4)
     tokenizer = data.built_tokenizer
@@ -113,7 +113,7 @@ def test_a_training_fits_and_exports_the_gaps(tmp_path: Path) -> None:
     save_model(module.model, tokenizer, tmp_path / "out")
     stored = json.loads((tmp_path / "out" / "generation_config.json").read_text())["refusion"]
     assert stored["vocab_size"] == EOS + 1
-    assert {*stored["unused_token_ids"]} == {*range(EOS)} - known(tokenizer)
+    assert {*stored["unused_token_ids"]} == {*range(EOS)} - known_ids(tokenizer)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     from refusion_lit.refusion import custom_generate
 
@@ -121,18 +121,18 @@ def test_a_training_fits_and_exports_the_gaps(tmp_path: Path) -> None:
     model = refusion_lit.load(tmp_path / "out")
     [row] = model.generate_ids([[12, 13]], max_new_tokens=24)
     assert written[2:] == row.token_ids
-    assert {*written} <= known(tokenizer)
+    assert {*written} <= known_ids(tokenizer)
 
 
 def test_a_model_without_a_mask_token_gets_a_free_id_or_is_refused(tmp_path: Path) -> None:
     """The tokenizers library would give the new token the id of another one."""
-    model = refusion_lit.load(gapped(tmp_path / "high", mask=False, eos=EOS))
+    model = refusion_lit.load(write_gapped_model(tmp_path / "high", mask=False, eos=EOS))
     vocabulary = model.tokenizer.get_vocab()
     assert len({*vocabulary.values()}) == len(vocabulary)
 
 
 def test_prompts_of_no_token_are_refused(tmp_path: Path) -> None:
-    model = refusion_lit.load(gapped(tmp_path))
+    model = refusion_lit.load(write_gapped_model(tmp_path))
     with pytest.raises(ValueError, match=r"prompt 0: expected .* got 5"):
         model.generate_ids([[12, 5]])
     assert model.generate_ids([[12, EOS]], decoder=Autoregressive(), max_new_tokens=2, allow_mismatch=True)
@@ -140,5 +140,5 @@ def test_prompts_of_no_token_are_refused(tmp_path: Path) -> None:
 
 def test_tokens_without_a_row_in_the_embedding_are_named(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"tokenizer: .*at most 70 .*'<eos>'"):
-        model = refusion_lit.load(gapped(tmp_path, num_rows=EOS))
+        model = refusion_lit.load(write_gapped_model(tmp_path, num_rows=EOS))
     assert model.backbone.head.weight.shape[0] == EOS + 1

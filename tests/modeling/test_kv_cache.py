@@ -144,13 +144,13 @@ def test_cached_states_are_those_of_a_full_recomputation(seed: int) -> None:
                 known[row].extend(tokens, positions, mask)
             for row in range(num_rows):
                 if chance.random() < 0.5:
-                    self_contained = closed(known[row], chance)
+                    self_contained = choose_closed(known[row], chance)
                     cache.compact(row, self_contained)
                     known[row].keep(self_contained)
         assert cache.capacity > 8
 
 
-def closed(known: Recomputed, chance: random.Random) -> list[int]:
+def choose_closed(known: Recomputed, chance: random.Random) -> list[int]:
     """Choose entries with all that they have seen, in any order."""
     chosen = {index for index in range(len(known.tokens)) if chance.random() < 0.5}
     for index in range(len(known.tokens) - 1, -1, -1):  # entries have only seen earlier ones

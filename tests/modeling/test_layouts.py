@@ -58,7 +58,7 @@ def compute_logits(model: TextModel, tokens: list[int]) -> Tensor:
         return backbone.logits(backbone.hidden_states(ids, positions, mask))[0]
 
 
-def written(path: Path, options: dict[str, Any]) -> Path:
+def write_config(path: Path, options: dict[str, Any]) -> Path:
     (path / "config.json").write_text(json.dumps(options))
     return path
 
@@ -67,7 +67,7 @@ def config_in(path: Path) -> dict[str, Any]:
     return json.loads((path / "config.json").read_text())
 
 
-def copied(name: str, path: Path) -> Path:
+def copy_model(name: str, path: Path) -> Path:
     return Path(shutil.copytree(MODELS[name], path))
 
 
@@ -169,7 +169,7 @@ def test_layouts_without_a_golden_are_renamings_too(
     prefix = "backbone." if layout == "zarya" else ""
     (tmp_path / "theirs").mkdir()
     save_file({prefix + name: weight for name, weight in weights.items()}, tmp_path / "theirs" / "model.safetensors")
-    written(tmp_path / "theirs", {**options, **published, "eos_token_id": 2})
+    write_config(tmp_path / "theirs", {**options, **published, "eos_token_id": 2})
     tokenizer.save_pretrained(tmp_path / "theirs")
     name = "open_dllm" if layout == "open_dllm" else None
     overrides = BackboneConfig(source="x", checkpoint_format=name)
@@ -207,7 +207,9 @@ def test_block_size_and_scaled_positions_are_read(
     prefix = "backbone." if published["model_type"] == "zarya" else ""
     weights = {prefix + name: weight.detach() for name, weight in plain.model.named_parameters()}
     save_file(weights, tmp_path / "model.safetensors")
-    written(tmp_path, {**options, **published, "rope_scaling": dict(scaling), "mask_token_id": 3, "eos_token_id": 2})
+    write_config(
+        tmp_path, {**options, **published, "rope_scaling": dict(scaling), "mask_token_id": 3, "eos_token_id": 2}
+    )
     tokenizer.save_pretrained(tmp_path)
     loaded = refusion_lit.load(tmp_path)
     assert loaded.backbone.traits == traits
@@ -217,7 +219,7 @@ def test_block_size_and_scaled_positions_are_read(
 
 @pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0")  # transformers 5.15 reads the files in an old way
 def test_dreams_slow_tokenizer_is_read_without_its_code(tmp_path: Path) -> None:
-    folder = copied("dream-tiny", tmp_path / "dream")
+    folder = copy_model("dream-tiny", tmp_path / "dream")
     (folder / "tokenizer.json").unlink()
     letters = sorted({*pre_tokenizers.ByteLevel.alphabet()})
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|beginoftext|>", "<|mask|>"]
@@ -231,7 +233,7 @@ def test_dreams_slow_tokenizer_is_read_without_its_code(tmp_path: Path) -> None:
                "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]}}  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(stored))
     (folder / "tokenization_dream.py").write_text("raise RuntimeError('code of the checkpoint ran')\n")
-    written(folder, {**config_in(folder), "mask_token_id": len(words) + 4, "eos_token_id": len(words)})
+    write_config(folder, {**config_in(folder), "mask_token_id": len(words) + 4, "eos_token_id": len(words)})
     tokenizer = PretrainedTokenizer(source=str(folder)).build(None)
     ids = tokenizer("help 12", add_special_tokens=False)["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids) == ["hel", "p", "\u0120", "1", "2"]
@@ -240,7 +242,7 @@ def test_dreams_slow_tokenizer_is_read_without_its_code(tmp_path: Path) -> None:
 
 
 def test_shards_are_read_and_a_missing_one_is_named(tmp_path: Path) -> None:
-    folder = copied("llada-tiny", tmp_path / "llada")
+    folder = copy_model("llada-tiny", tmp_path / "llada")
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(weights)
@@ -260,37 +262,37 @@ def test_shards_are_read_and_a_missing_one_is_named(tmp_path: Path) -> None:
 
 
 def test_wrong_checkpoints_end_in_one_message(tmp_path: Path) -> None:
-    other = copied("llada-tiny", tmp_path / "other")
+    other = copy_model("llada-tiny", tmp_path / "other")
     shutil.copy(MODELS["dream-tiny"] / "model.safetensors", other / "model.safetensors")
     with pytest.raises(ValueError, match=r"k_proj\.weight has the shape \(48, 96\), not \(96, 96\)"):
         refusion_lit.load(other)
 
-    part = copied("llada-tiny", tmp_path / "part")
+    part = copy_model("llada-tiny", tmp_path / "part")
     weights = load_file(part / "model.safetensors")
     weights.pop("model.transformer.blocks.1.attn_out.weight")
     save_file(weights, part / "model.safetensors")
     with pytest.raises(ValueError, match=r"got none for model\.transformer\.blocks\.1\.attn_out\.weight and 0 more"):
         refusion_lit.load(part)
 
-    maskless = copied("fast-dllm-v2-tiny", tmp_path / "maskless")
+    maskless = copy_model("fast-dllm-v2-tiny", tmp_path / "maskless")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         text = (maskless / file).read_text().replace("|<MASK>|", "|<other>|")
         (maskless / file).write_text(text)
     with pytest.raises(ValueError, match=r"^tokenizer\.source: expected the mask token \|<MASK>\|"):
         refusion_lit.load(maskless)
 
-    changed = copied("llada-tiny", tmp_path / "changed")
-    written(changed, {**config_in(changed), "alibi": True})
+    changed = copy_model("llada-tiny", tmp_path / "changed")
+    write_config(changed, {**config_in(changed), "alibi": True})
     with pytest.raises(ValueError, match=r"^backbone\.source: alibi: expected False in the config of a llada"):
         refusion_lit.load(changed)
 
-    short = copied("llada-tiny", tmp_path / "short")
-    written(short, {name: value for name, value in config_in(short).items() if name != "d_model"})
+    short = copy_model("llada-tiny", tmp_path / "short")
+    write_config(short, {name: value for name, value in config_in(short).items() if name != "d_model"})
     with pytest.raises(ValueError, match=r"^backbone\.source: expected a complete config of a llada checkpoint"):
         refusion_lit.load(short)
 
-    unknown = copied("dream-tiny", tmp_path / "unknown")
-    written(unknown, {**config_in(unknown), "model_type": "somebodys"})
+    unknown = copy_model("dream-tiny", tmp_path / "unknown")
+    write_config(unknown, {**config_in(unknown), "model_type": "somebodys"})
     with pytest.raises(ValueError, match=r"^backbone\.source: .*got model_type 'somebodys'") as caught:
         refusion_lit.load(unknown)
     assert all(name in str(caught.value) for name in FORMATS)

@@ -162,10 +162,10 @@ def test_the_mask_id_is_the_tokenizers() -> None:
 @pytest.fixture
 def maskless_directory(tmp_path: Path) -> Path:
     """A model whose tokenizer has no mask token and whose head has no spare row."""
-    return stored(tmp_path / "maskless", {})
+    return store(tmp_path / "maskless", {})
 
 
-def stored(path: Path, options: dict[str, Any]) -> Path:
+def store(path: Path, options: dict[str, Any]) -> Path:
     backbone = BackboneConfig(config={**ARCHITECTURE, **options}).build(maskless_tokenizer(), seed=1)
     backbone.model.save_pretrained(path)
     maskless_tokenizer().save_pretrained(path)
@@ -174,7 +174,7 @@ def stored(path: Path, options: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_added_mask_token_starts_as_the_mean(tmp_path: Path, tied: bool) -> None:
-    path = stored(tmp_path / "model", {"tie_word_embeddings": tied})
+    path = store(tmp_path / "model", {"tie_word_embeddings": tied})
     old = AutoModelForCausalLM.from_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     ensure_mask_token(tokenizer)
@@ -189,7 +189,7 @@ def test_an_added_mask_token_starts_as_the_mean(tmp_path: Path, tied: bool) -> N
 
 
 def test_every_added_row_starts_as_the_mean(tmp_path: Path) -> None:
-    path = stored(tmp_path / "model", {})
+    path = store(tmp_path / "model", {})
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.add_tokens(["x1", "x2"])
     with pytest.warns(UserWarning, match="tokenizer: expected at most 11 tokens, .*'x1', 'x2'"):
@@ -200,7 +200,7 @@ def test_every_added_row_starts_as_the_mean(tmp_path: Path) -> None:
 
 
 def test_a_new_mask_token_in_a_spare_row_starts_as_the_mean_too(tmp_path: Path) -> None:
-    path = stored(tmp_path / "model", {"vocab_size": 20})
+    path = store(tmp_path / "model", {"vocab_size": 20})
     old = AutoModelForCausalLM.from_pretrained(path).get_input_embeddings().weight
     tokenizer = AutoTokenizer.from_pretrained(path)
     ensure_mask_token(tokenizer)

@@ -33,7 +33,7 @@ def logits(model: TextModel, tokens: list[int], block_size: int) -> Tensor:
         return backbone.logits(backbone.hidden_states(torch.tensor([tokens]), torch.arange(len(tokens))[None], sees))[0]
 
 
-def copied(name: str, path: Path, **config: Any) -> Path:
+def copy_model(name: str, path: Path, **config: Any) -> Path:
     shutil.copytree(MODELS[name], path)
     stored = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**stored, **config}))
@@ -90,7 +90,7 @@ def test_an_export_is_a_plain_model_of_transformers(name: str, tmp_path: Path) -
 
 
 def test_options_that_the_config_lacks_have_the_defaults_of_the_authors_class(tmp_path: Path) -> None:
-    path = copied("llada2-tiny", tmp_path / "llada2")
+    path = copy_model("llada2-tiny", tmp_path / "llada2")
     stored = json.loads((path / "config.json").read_text())
     assert stored.pop("routed_scaling_factor") == 2.5  # the default, so that logits are the golden logits
     (path / "config.json").write_text(json.dumps(stored))
@@ -131,29 +131,29 @@ def test_traits_ids_and_decoder_come_from_the_checkpoint(
 def test_the_name_of_the_checkpoint_tells_2_1_from_2_0(tmp_path: Path) -> None:
     editing = TokenEditing(block_size=32, mask_threshold=0.7, edit_threshold=0.5, confidence="filtered")
     for folder in ("LLaDA2.1-mini", "llada2.1-flash-tuned"):
-        assert refusion_lit.load(copied("llada2-tiny", tmp_path / folder)).default_decoder == editing
+        assert refusion_lit.load(copy_model("llada2-tiny", tmp_path / folder)).default_decoder == editing
     named = BackboneConfig(source="x", checkpoint_format="llada21")
     assert refusion_lit.load(MODELS["llada2-tiny"], overrides=named).default_decoder == editing
     assert isinstance(
-        refusion_lit.load(copied("llada2-tiny", tmp_path / "LLaDA2.0-mini")).default_decoder, BlockDiffusion
+        refusion_lit.load(copy_model("llada2-tiny", tmp_path / "LLaDA2.0-mini")).default_decoder, BlockDiffusion
     )
 
 
 @pytest.mark.parametrize(("layout", "name"), LAYOUTS)
 def test_wrong_checkpoints_end_in_one_message(layout: str, name: str, tmp_path: Path) -> None:
     for number, config in enumerate(({"num_experts": 8}, {"num_experts": 32})):
-        message = refusal(copied(name, tmp_path / str(number), **config))
+        message = refusal(copy_model(name, tmp_path / str(number), **config))
         assert f"{config['num_experts']} experts" in message
         assert "16" in message
     assert "foo_attention" in refusal(
-        copied(name, tmp_path / "types", layer_types=["full_attention", "foo_attention", "full_attention"])
+        copy_model(name, tmp_path / "types", layer_types=["full_attention", "foo_attention", "full_attention"])
     )
     if layout == "llada2":
-        assert "score_function" in refusal(copied(name, tmp_path / "router", score_function="softmax"))
+        assert "score_function" in refusal(copy_model(name, tmp_path / "router", score_function="softmax"))
 
     weights = load_file(MODELS[name] / "model.safetensors")
     missing = "model.layers.1.mlp.experts.3.up_proj.weight"
-    part = copied(name, tmp_path / "part")
+    part = copy_model(name, tmp_path / "part")
     save_file({key: weight for key, weight in weights.items() if key != missing}, part / "model.safetensors")
     assert "experts" in refusal(part)
     query = "model.layers.2.attention.query_key_value.weight"
@@ -165,7 +165,7 @@ def test_wrong_checkpoints_end_in_one_message(layout: str, name: str, tmp_path: 
 
 
 def test_shards_are_read_and_a_missing_one_is_named(tmp_path: Path) -> None:
-    folder = copied("llada2-tiny", tmp_path / "llada2")
+    folder = copy_model("llada2-tiny", tmp_path / "llada2")
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     files = {f"model-0000{i + 1}-of-00004.safetensors": sorted(weights)[i::4] for i in range(4)}

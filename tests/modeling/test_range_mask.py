@@ -127,12 +127,14 @@ def test_nothing_in_a_step_is_as_large_as_the_square_of_the_length(name: str, ro
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_flex_attention_gets_the_blocks_of_keys_that_are_seen() -> None:
+    block_size = 128  # of flex attention; 300 tokens are three blocks
     ranges = random_ranges(300, 300, seed=1)
-    ranges[:, :, 0, 1] = ranges[:, :, 0, 0]  # empty
-    ranges[:, :130, 1] = torch.tensor([0, 5])
-    made, expected = (block_mask(mask, 300, ranges.device) for mask in (ranges, ranges_mask(ranges, 300)))
-    assert torch.equal(made.to_dense(), expected.to_dense())
-    assert made.to_dense()[:, 0, 0].tolist() == [[1, 0, 0]] * 2
+    ranges[:, :, 0, 1] = ranges[:, :, 0, 0]  # the first range of a token is empty
+    ranges[:, :block_size, 1] = torch.tensor([0, 5])  # the first block of queries sees keys 0 to 4 alone
+    actual, expected = (block_mask(mask, 300, ranges.device) for mask in (ranges, ranges_mask(ranges, 300)))
+    assert torch.equal(actual.to_dense(), expected.to_dense())
+    blocks_of_first_queries = actual.to_dense()[:, 0, 0]
+    assert blocks_of_first_queries.tolist() == [[1, 0, 0]] * len(ranges)
 
 
 @pytest.mark.parametrize("name", ["masked", "block"])

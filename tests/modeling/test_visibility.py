@@ -8,7 +8,7 @@ from torch import Tensor
 
 from refusion_lit.modeling.fused.attention import additive_mask
 from refusion_lit.modeling.visibility import Span, Visibility, as_mask
-from support.ragged import ragged
+from support.ragged import make_ragged
 from support.shadow_device import SHADOW, ShadowDevice
 
 SIZES = st.lists(
@@ -21,7 +21,7 @@ SIZES = st.lists(
 @settings(max_examples=60)
 @given(seed=st.integers(0, 9999), sizes=SIZES)
 def test_ranges_and_the_matrix_say_the_same(seed: int, sizes: list[tuple[int, int]]) -> None:
-    made = ragged(seed, sizes, list(range(len(sizes))))
+    made = make_ragged(seed, sizes, list(range(len(sizes))))
     visibility, expected = made.visibility, made.mask
     assert torch.equal(as_mask(visibility, torch.device("cpu")), expected)
     assert torch.equal(additive_mask(visibility, torch.float32)[:, 0].exp().bool(), expected)
@@ -50,7 +50,7 @@ def test_ranges_and_the_matrix_say_the_same(seed: int, sizes: list[tuple[int, in
 
 
 def test_a_device_is_sent_ranges_and_makes_the_matrix_itself() -> None:
-    made = ragged(3, [(4, 9), (7, 14)], [0, 1])
+    made = make_ragged(3, [(4, 9), (7, 14)], [0, 1])
     with ShadowDevice() as device:
         mask = as_mask(made.visibility, SHADOW)
         assert device.num_waits == 0

@@ -135,11 +135,11 @@ def test_the_command_for_tests_answers_as_transformers(
     asked: list[tuple[int, ...]] = []
     decode = TextModel.decode
 
-    def recorded(self: TextModel, prompts: Any, *args: Any, **options: Any) -> Any:
+    def record(self: TextModel, prompts: Any, *args: Any, **options: Any) -> Any:
         asked.extend(prompt.token_ids for prompt in prompts)
         return decode(self, prompts, *args, **options)
 
-    monkeypatch.setattr(TextModel, "decode", recorded)
+    monkeypatch.setattr(TextModel, "decode", record)
     files = [f"--data.task.{split}={path}" for split in ("train", "validation", "test")]
     options = ["--model.decoders={ar: Autoregressive}", f"--model.sampling.max_new_tokens={NUM_TOKENS}"]
     options += [f"--ckpt_path={reference.folder}", f"--runs_dir={tmp_path}", "--trainer.accelerator=cpu"]
@@ -233,7 +233,7 @@ def test_the_harness_asks_as_transformers(reference: Reference, model: TextModel
     prompts: list[list[int]] = []
     generate = model.generate_ids
 
-    def recorded(asked: Any, **options: Any) -> Any:
+    def record(asked: Any, **options: Any) -> Any:
         prompts.extend(asked)
         rows = generate(asked, **options)
         assert [row.token_ids for row in rows] == [answer]
@@ -245,7 +245,7 @@ def test_the_harness_asks_as_transformers(reference: Reference, model: TextModel
         if expected[0] != model.tokenizer.bos_token_id:  # the harness adds BOS where a template writes none
             expected = reference.tokenizer(context)["input_ids"]
             answer = library_answer(reference.folder, expected)
-    adapter.model.generate_ids = recorded  # type: ignore[method-assign]
+    adapter.model.generate_ids = record  # type: ignore[method-assign]
     try:
         options = {"until": [], "max_gen_toks": NUM_TOKENS, "do_sample": False}
         adapter.generate_until([Instance("generate_until", {}, (context, options), 0, metadata=("task", 0, 1))])
@@ -276,11 +276,11 @@ def test_data_of_training_and_rollouts_has_the_prompts_of_transformers(
     asked: list[Prompt] = []
     decode = TextModel.decode
 
-    def recorded(self: TextModel, prompts: Any, *args: Any, **options: Any) -> Any:
+    def record(self: TextModel, prompts: Any, *args: Any, **options: Any) -> Any:
         asked.extend(prompts)
         return decode(self, prompts, *args, **options)
 
-    monkeypatch.setattr(TextModel, "decode", recorded)
+    monkeypatch.setattr(TextModel, "decode", record)
     objective = GroupPolicy(group_size=2, max_new_tokens=4, rewards=[Nothing()])
     module = SlotDiffusionModule(
         backbone=BackboneConfig(source=str(reference.folder)), objective=objective,

@@ -21,7 +21,7 @@ def backbone() -> Backbone:
     return tiny_backbone().double()
 
 
-def corrupted_by(objective: MaskWindows, backbone: Backbone) -> tuple[ResponseBatch, CorruptedBatch]:
+def corrupt_batch(objective: MaskWindows, backbone: Backbone) -> tuple[ResponseBatch, CorruptedBatch]:
     prompts, responses = torch.tensor(SIZES).unbind(1)
     shape = len(SIZES), int((prompts + responses).max())
     ids = torch.randint(3, backbone.special_tokens.vocab_size, shape, generator=torch.Generator().manual_seed(0))
@@ -53,7 +53,7 @@ def hidden_states(backbone: Backbone, corrupted: CorruptedBatch) -> torch.Tensor
 def test_windows_give_what_a_plan_after_the_prefix_gives(backbone: Backbone) -> None:
     """Reference: the fused backbone on the text before a window and its masks alone."""
     objective = MaskWindows(window=4, num_tilings=3)
-    batch, corrupted = corrupted_by(objective, backbone)
+    batch, corrupted = corrupt_batch(objective, backbone)
     mask = backbone.special_tokens.mask_token_id
     assert mask is not None
     with torch.no_grad():
@@ -79,7 +79,7 @@ def test_windows_give_what_a_plan_after_the_prefix_gives(backbone: Backbone) -> 
 
 def test_loss_by_the_definition(backbone: Backbone) -> None:
     objective = MaskWindows(window=4, num_tilings=2, decay=0.5, mdm_weight=0.7)
-    batch, corrupted = corrupted_by(objective, backbone)
+    batch, corrupted = corrupt_batch(objective, backbone)
     with torch.no_grad():
         hidden = hidden_states(backbone, corrupted)
     scores = backbone.logits(hidden).log_softmax(-1).detach()
@@ -110,7 +110,7 @@ def test_impossible_options_are_refused(options: dict[str, float]) -> None:
 
 def test_counts_of_single_samples_add_up_to_those_of_the_batch(backbone: Backbone) -> None:
     objective = MaskWindows(window=4, num_tilings=3, decay=0.7)
-    batch, together = corrupted_by(objective, backbone)
+    batch, together = corrupt_batch(objective, backbone)
     counts = torch.zeros_like(together.counts)
     for row, (prompt, response) in enumerate(SIZES):
         alone = ResponseBatch(

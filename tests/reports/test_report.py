@@ -474,7 +474,7 @@ def test_markdown_escapes_names(tmp_path: Path) -> None:
     assert len(re.findall(r"(?<!\\)\|", row)) == 10
 
 
-def rescored(run: Path, scores: list[float]) -> None:
+def rescore(run: Path, scores: list[float]) -> None:
     """Write the scores of some predictions and their metric anew, as the command score does."""
     lines = [{**line, "metrics": {"half": line["score"] / 2}} for line in predictions(scores)]
     (run / "predictions_d.scored.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -487,7 +487,7 @@ def test_later_scores_bring_their_metrics_along(tmp_path: Path) -> None:
     results["results"]["d"]["half"] = 0.0
     del results["results"]["d"]["tokens_per_second"]  # as of an older version
     (run / "results.json").write_text(json.dumps(results))
-    rescored(run, [1.0, 0.0])
+    rescore(run, [1.0, 0.0])
     [actual], _ = read_runs([run])
     assert actual.results["results"]["d"]["score"] == 0.5
     assert actual.results["results"]["d"]["half"] == 0.25
@@ -500,7 +500,7 @@ def test_later_scores_bring_their_metrics_along(tmp_path: Path) -> None:
 def test_scores_of_some_predictions_only_are_left_out(tmp_path: Path) -> None:
     """The test was resumed after it had been scored."""
     run = write_run(tmp_path / "run", {"d": predictions([0.0, 0.0])})
-    rescored(run, [1.0])
+    rescore(run, [1.0])
     [actual], notes = read_runs([run])
     assert [prediction.score for prediction in actual.predictions["d"].values()] == [0.0, 0.0]
     assert "predictions_d.scored.jsonl scores other predictions" in notes[0]

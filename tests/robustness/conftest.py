@@ -7,7 +7,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cli.conftest import QUICKSTART, TINY, pictures  # noqa: F401 - a fixture
 from refusion_lit.cli import main
-from support.forks import finished, forked
+from support.forks import fork, wait
 
 
 def torchrun(*args: str) -> None:
@@ -17,7 +17,7 @@ def torchrun(*args: str) -> None:
         start_method="fork", max_restarts=0, monitor_interval=0.05,
     )  # fmt: skip
     # In a process of its own, as the launcher sets signal handlers and environment variables.
-    assert finished(forked(lambda: max(elastic_launch(launcher, main)(list(args)).values()))) == 0
+    assert wait(fork(lambda: max(elastic_launch(launcher, main)(list(args)).values()))) == 0
 
 
 @pytest.fixture(scope="session")

@@ -79,12 +79,12 @@ class Place:
         change(copy)
         return self.generate(copy)
 
-    def bytes_of_checkpoint(self, change: Callable[[bytes], bytes]) -> list[str]:
+    def with_changed_bytes(self, change: Callable[[bytes], bytes]) -> list[str]:
         path = self.folder / "bad.ckpt"
         path.write_bytes(change(Path(self.checkpoint).read_bytes()))
         return self.generate(path)
 
-    def changed_checkpoint(self, change: Callable[[dict], object]) -> list[str]:
+    def with_changed_values(self, change: Callable[[dict], object]) -> list[str]:
         values = torch.load(self.checkpoint, weights_only=True)
         change(values)
         torch.save(values, self.folder / "bad.ckpt")
@@ -123,7 +123,7 @@ def _own_code(directory: Path) -> None:
     (directory / "own.py").write_text(f"open({str(directory / 'ran')!r}, 'w').close()\n")
 
 
-def _pickled(directory: Path) -> None:
+def _pickle_weights(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
     torch.save({"model.embed_tokens.weight": RunsCode(directory / "ran")}, directory / "pytorch_model.bin")
 
@@ -139,7 +139,7 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a prompt longer than the context": lambda p: p.prompts("12+34," * 100 + "\n", "prompts.txt"),
     "a test prompt longer than the context": lambda p: [
         *p.test("--model.backbone.config.max_position_embeddings=16", "--model.sampling.max_new_tokens=8")[:-2],
-        f"--ckpt_path={p.changed_checkpoint(_short_context)[-1].removeprefix('--ckpt_path=')}",
+        f"--ckpt_path={p.with_changed_values(_short_context)[-1].removeprefix('--ckpt_path=')}",
         "--model.sampling.max_new_tokens=8",
         "--model.decoders.refusion.num_serial_blocks=1",
     ],
@@ -219,13 +219,13 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a run directory that cannot be written": lambda p: p.fit(f"--runs_dir={p.text('file', '')}"),
     "a checkpoint that does not exist": lambda p: p.generate(p.folder / "none.ckpt"),
     "resuming from a directory": lambda p: p.fit(f"--ckpt_path={MODEL}"),
-    "a truncated checkpoint": lambda p: p.bytes_of_checkpoint(lambda data: data[: len(data) // 2]),
-    "a checkpoint of zeros": lambda p: p.bytes_of_checkpoint(lambda data: bytes(len(data))),
-    "a checkpoint of another program": lambda p: p.changed_checkpoint(lambda values: values.pop("refusion_lit")),
-    "a checkpoint of a newer version": lambda p: p.changed_checkpoint(
+    "a truncated checkpoint": lambda p: p.with_changed_bytes(lambda data: data[: len(data) // 2]),
+    "a checkpoint of zeros": lambda p: p.with_changed_bytes(lambda data: bytes(len(data))),
+    "a checkpoint of another program": lambda p: p.with_changed_values(lambda values: values.pop("refusion_lit")),
+    "a checkpoint of a newer version": lambda p: p.with_changed_values(
         lambda values: values["refusion_lit"].update(format=99, version="9.0")
     ),
-    "a checkpoint whose metadata are damaged": lambda p: p.changed_checkpoint(
+    "a checkpoint whose metadata are damaged": lambda p: p.with_changed_values(
         lambda values: values["refusion_lit"].update(traits="{")
     ),
     "resuming from a checkpoint of another architecture": lambda p: p.fit(
@@ -250,16 +250,16 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
         "--attention=bidirectional",
     ],
     "a checkpoint with another block size than it was trained with": lambda p: [
-        *p.changed_checkpoint(lambda values: values["refusion_lit"].update(traits=json.dumps(BLOCKS_OF_8))),
+        *p.with_changed_values(lambda values: values["refusion_lit"].update(traits=json.dumps(BLOCKS_OF_8))),
         "--attention=block_causal",
         "--block_size=4",
         "--decoder=ReFusion",  # which has the slot size of these rows; the checkpoint's own decoder has none
     ],
-    "a checkpoint whose weights are not finite": lambda p: p.changed_checkpoint(_with_nan),
+    "a checkpoint whose weights are not finite": lambda p: p.with_changed_values(_with_nan),
     "resuming from a checkpoint whose weights are not finite": lambda p: p.fit(
-        p.changed_checkpoint(_with_nan)[-1], "--trainer.max_steps=9"
+        p.with_changed_values(_with_nan)[-1], "--trainer.max_steps=9"
     ),
-    "a checkpoint whose weights are integers": lambda p: p.changed_checkpoint(_with_integers),
+    "a checkpoint whose weights are integers": lambda p: p.with_changed_values(_with_integers),
     "weights of another shape": lambda p: p.directory(
         lambda d: _change(d, "q_proj", lambda weight: weight[:-1].clone())
     ),
@@ -278,10 +278,10 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     ),
     "a drafter that does not exist": lambda p: p.generate(MODEL, f"--draft={p.folder / 'none'}"),
     "a training of a drafter that does not exist": lambda p: p.fit(f"--model.backbone.draft={p.folder / 'none'}"),
-    "a checkpoint that runs code": lambda p: p.changed_checkpoint(
+    "a checkpoint that runs code": lambda p: p.with_changed_values(
         lambda values: values.update(callbacks=RunsCode(p.folder / "ran"))
     ),
-    "weights that run code": lambda p: p.directory(_pickled),
+    "weights that run code": lambda p: p.directory(_pickle_weights),
     "a directory that brings its own code": lambda p: p.directory(_own_code),
 }
 

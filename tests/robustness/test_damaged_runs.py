@@ -13,7 +13,7 @@ import torch
 
 from cli.conftest import QUICKSTART, TINY
 from refusion_lit.cli import main
-from support.forks import finished, start, without_rights_of_root
+from support.forks import drop_root_rights, start, wait
 
 Damage = Callable[[Path], object]
 
@@ -199,7 +199,7 @@ def test_a_directory_that_may_not_be_written_is_refused_before_work_starts(
         "an export": (folder, ["export", f"--ckpt_path={run}", f"--output={folder / 'exported'}"]),
     }[case]
     read_only(directory)
-    assert finished(start(args, tmp_path / "log", without_rights_of_root)) == 2
+    assert wait(start(args, tmp_path / "log", drop_root_rights)) == 2
     output = (tmp_path / "log").read_text()
     assert output.count("refusion-lit: error:") == 1
     assert "a directory that can be written" in output

@@ -22,7 +22,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from refusion_lit.checkpoints.files import newest_checkpoint
 from refusion_lit.cli import main
 from refusion_lit.training.module import SlotDiffusionModule
-from support.forks import finished, start
+from support.forks import start, wait
 
 NUM_STEPS = 40
 
@@ -83,7 +83,7 @@ def _die_while_writing(number: int) -> None:
     """Let the process kill itself when half of a checkpoint is written."""
     save, count = torch.save, 0
 
-    def dying(values: Any, file: Any) -> None:
+    def die(values: Any, file: Any) -> None:
         nonlocal count
         count += 1
         save(values, file)
@@ -91,7 +91,7 @@ def _die_while_writing(number: int) -> None:
             file.truncate(file.tell() // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    torch.save = dying
+    torch.save = die
 
 
 def test_killed_at_random_moments_and_while_writing(
@@ -110,11 +110,11 @@ def test_killed_at_random_moments_and_while_writing(
         if not writing:
             time.sleep(draw.uniform(0, 0.15))
             process.kill()
-        num_kills += finished(process) == -signal.SIGKILL
+        num_kills += wait(process) == -signal.SIGKILL
         for path in _checkpoints(run):
             _state(path)  # never a torn one
     assert num_kills >= 4
-    assert finished(start(args, tmp_path / "log")) == 0
+    assert wait(start(args, tmp_path / "log")) == 0
     _assert_like_unbroken(run, unbroken)
 
 
@@ -236,7 +236,7 @@ def test_a_signal_saves_and_ends_and_training_resumes(
     while process.is_alive() and not (run / "v" / "metrics.csv").is_file():
         time.sleep(0.005)
     os.kill(process.pid or 0, number)
-    assert finished(process) == 128 + number
+    assert wait(process) == 128 + number
     output = (tmp_path / "log").read_text()
     assert f"refusion-lit: error: stopped by {number.name} after step" in output
     assert f"resume with: refusion-lit fit --resume {run / 'v'}\n" in output
@@ -245,7 +245,7 @@ def test_a_signal_saves_and_ends_and_training_resumes(
     assert 0 < _state(saved)["global_step"] < NUM_STEPS
     if number == signal.SIGINT:  # the same handler has saved the same
         return
-    assert finished(start(args, tmp_path / "log")) == 0
+    assert wait(start(args, tmp_path / "log")) == 0
     (run / "v").rename(run / "version_0")
     _assert_like_unbroken(run, unbroken)
     assert [path.name for path in run.glob("version_0/metrics*.csv")] == ["metrics.csv"]
@@ -256,17 +256,17 @@ def test_how_to_resume_again_has_the_options_that_the_runs_config_lacks(tmp_path
     def interrupt() -> None:
         start_of_batch = SlotDiffusionModule.on_train_batch_start
 
-        def interrupted(self: SlotDiffusionModule, *args: Any) -> None:
+        def interrupt(self: SlotDiffusionModule, *args: Any) -> None:
             SlotDiffusionModule.on_train_batch_start = start_of_batch
             os.kill(os.getpid(), signal.SIGINT)
             start_of_batch(self, *args)
 
-        SlotDiffusionModule.on_train_batch_start = interrupted
+        SlotDiffusionModule.on_train_batch_start = interrupt
 
     assert main([*fit_args, f"--runs_dir={tmp_path}", "--run_version=v", "--trainer.max_steps=2"]) == 0
     run = tmp_path / "quickstart" / "v"
     args = ["fit", f"--resume={run}", "--trainer.max_steps=9"]
-    assert finished(start(args, tmp_path / "log", interrupt)) == 130
+    assert wait(start(args, tmp_path / "log", interrupt)) == 130
     output = (tmp_path / "log").read_text()
     assert output.index("again to stop at once") < output.index("stopped by SIGINT after step 3; saved")
     assert f"resume with: refusion-lit fit --resume {run} --trainer.max_steps=9\n" in output
@@ -282,15 +282,15 @@ def test_a_killed_and_resumed_training_has_one_curve_without_repetitions(tmp_pat
     def die_after_a_step_beyond_the_checkpoint() -> None:
         start_of_batch = SlotDiffusionModule.on_train_batch_start
 
-        def dying(self: SlotDiffusionModule, *args: Any) -> None:
+        def die(self: SlotDiffusionModule, *args: Any) -> None:
             if self.global_step == 8:  # checkpoints are saved every third step
                 os.kill(os.getpid(), signal.SIGKILL)
             start_of_batch(self, *args)
 
-        SlotDiffusionModule.on_train_batch_start = dying
+        SlotDiffusionModule.on_train_batch_start = die
 
     args = [*fit_args, f"--runs_dir={tmp_path}", "--run_version=v", "--trainer.max_steps=12"]
-    assert finished(start(args, tmp_path / "log", die_after_a_step_beyond_the_checkpoint)) == -signal.SIGKILL
+    assert wait(start(args, tmp_path / "log", die_after_a_step_beyond_the_checkpoint)) == -signal.SIGKILL
     run = tmp_path / "quickstart" / "v"
     assert _rows(run)[-1][0] == "7"
     command = json.loads((run / "environment.json").read_text())["command"]
@@ -325,19 +325,19 @@ def test_a_full_disk_ends_a_logger_with_one_line_that_names_the_file(tmp_path: P
         target, method = (csv.DictWriter, "writerows") if name == "metrics" else (RecordWriter, "write")
         write = getattr(target, method)
 
-        def limited(self: Any, *args: Any) -> Any:
+        def limit(self: Any, *args: Any) -> Any:
             nonlocal room
             room -= 1
             if room < 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return write(self, *args)
 
-        setattr(target, method, limited)
+        setattr(target, method, limit)
 
     events = "/events.out.tfevents.*"  # a thread of TensorBoard writes them
     for name, file in (("at once", events), ("later", events), ("metrics", "/metrics.csv")):
         args = [*fit_args, f"--runs_dir={tmp_path}", f"--run_version={name}"]
-        assert finished(start(args, tmp_path / name, partial(fill_up, name))) == 2
+        assert wait(start(args, tmp_path / name, partial(fill_up, name))) == 2
         output = (tmp_path / name).read_text()
         path = f"{tmp_path}/quickstart/{name}{file}"
         assert f"refusion-lit: error: {path}: No space left on device\n" in output
@@ -362,7 +362,7 @@ def test_slurm_is_obeyed_at_the_end_of_a_step_and_the_job_queued_again(tmp_path:
     while process.is_alive() and not (run / "metrics.csv").is_file():
         time.sleep(0.005)
     os.kill(process.pid or 0, signal.SIGUSR1)
-    assert finished(process) == 128 + signal.SIGUSR1
+    assert wait(process) == 128 + signal.SIGUSR1
     assert "job 7 is requeued" in (tmp_path / "log").read_text()
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
     assert 0 < _state(run / "checkpoints" / "last.ckpt")["global_step"] < NUM_STEPS
@@ -375,7 +375,7 @@ def test_a_full_disk_ends_with_its_name_and_the_checkpoints_before_from_which_th
     def fill_up() -> None:
         save, count = torch.save, 0
 
-        def limited(values: Any, file: Any) -> None:
+        def limit(values: Any, file: Any) -> None:
             nonlocal count
             count += 1
             if count == 3:  # each checkpoint is written twice, once as the last one
@@ -383,10 +383,10 @@ def test_a_full_disk_ends_with_its_name_and_the_checkpoints_before_from_which_th
                 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
             save(values, file)
 
-        torch.save = limited
+        torch.save = limit
 
     args = [*fit_args, f"--runs_dir={tmp_path}"]
-    assert finished(start(args, tmp_path / "log", fill_up)) == 2
+    assert wait(start(args, tmp_path / "log", fill_up)) == 2
     output = (tmp_path / "log").read_text()
     assert output.count("refusion-lit: error:") == 1
     assert "cannot be written (File too large)" in output

@@ -18,7 +18,7 @@ from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.text_model import TextModel
 from robustness.test_two_processes import MODEL, OPTIONS
-from support.forks import finished, start
+from support.forks import start, wait
 
 NUM_PROMPTS = 9
 TIMES = {"seconds", "tokens_per_second", "latency_median", "latency_p95"}
@@ -35,14 +35,14 @@ def _signal_at(place: tuple[str, int], number: signal.Signals) -> Callable[[], N
     def patch() -> None:
         decode, count = TextModel.decode, 0
 
-        def interrupted(self: TextModel, prompts: Any, decoder: Any, *args: Any, **options: Any) -> Any:
+        def interrupt(self: TextModel, prompts: Any, decoder: Any, *args: Any, **options: Any) -> Any:
             nonlocal count
             count += type(decoder).__name__ == place[0]
             if (type(decoder).__name__, count) == place:
                 os.kill(os.getpid(), number)
             return decode(self, prompts, decoder, *args, **options)
 
-        TextModel.decode = interrupted
+        TextModel.decode = interrupt
 
     return patch
 
@@ -77,7 +77,7 @@ def test_test_resumes_and_its_figures_are_those_of_all(
 ) -> None:
     run, log = tmp_path / "r" / "v", tmp_path / "log"
     args = _args("test", tmp_path, "v")
-    code = finished(start(args, log, _signal_at((decoder, 4), number)))
+    code = wait(start(args, log, _signal_at((decoder, 4), number)))
     assert code == (-number if number == signal.SIGKILL else 128 + number)
     if number != signal.SIGKILL:
         assert f"resume with: refusion-lit test --resume {run}\n" in log.read_text()
@@ -98,7 +98,7 @@ def test_resuming_is_refused_under_other_settings_or_with_nothing_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = _args("predict", tmp_path, "v")
-    assert finished(start(args, tmp_path / "log", _signal_at(("ReFusion", 3), signal.SIGKILL))) == -signal.SIGKILL
+    assert wait(start(args, tmp_path / "log", _signal_at(("ReFusion", 3), signal.SIGKILL))) == -signal.SIGKILL
     assert main([*args, "--model.resume=true", "--model.sampling.max_new_tokens=20"]) == 2
     assert "predictions.jsonl was made for something else: sampling.max_new_tokens was 24, is 20." in (
         capsys.readouterr().err
@@ -146,7 +146,7 @@ def test_a_full_disk_keeps_the_batches_before(tmp_path: Path, unbroken: Path) ->
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         write, count = PredictionsFile.write, 0
 
-        def limited(self: PredictionsFile, lines: Any, state: Any = None) -> None:
+        def limit(self: PredictionsFile, lines: Any, state: Any = None) -> None:
             nonlocal count
             count += 1
             if count == 4:
@@ -154,10 +154,10 @@ def test_a_full_disk_keeps_the_batches_before(tmp_path: Path, unbroken: Path) ->
                 resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
             write(self, lines, state)
 
-        PredictionsFile.write = limited
+        PredictionsFile.write = limit
 
     args = _args("test", tmp_path, "v")
-    assert finished(start(args, tmp_path / "log", fill_up)) == 2
+    assert wait(start(args, tmp_path / "log", fill_up)) == 2
     output = (tmp_path / "log").read_text()
     assert output.count("refusion-lit: error:") == 1
     assert "cannot be written (File too large)" in output
@@ -171,7 +171,7 @@ def test_running_out_of_memory_keeps_the_batches_before_and_names_the_options_to
     def fill_up() -> None:
         decode, count = TextModel.decode, 0
 
-        def limited(self: TextModel, *args: Any, **options: Any) -> Any:
+        def limit(self: TextModel, *args: Any, **options: Any) -> Any:
             nonlocal count
             count += 1
             if count == 7:
@@ -180,10 +180,10 @@ def test_running_out_of_memory_keeps_the_batches_before_and_names_the_options_to
                 self.backbone.make_cache = lambda rows: KVCache(3, rows, capacity=1 << 24)  # type: ignore[method-assign]
             return decode(self, *args, **options)
 
-        TextModel.decode = limited
+        TextModel.decode = limit
 
     args, run = _args("test", tmp_path, "v"), tmp_path / "r" / "v"
-    assert finished(start(args, tmp_path / "log", fill_up)) == 2
+    assert wait(start(args, tmp_path / "log", fill_up)) == 2
     output = (tmp_path / "log").read_text()
     assert output.count("refusion-lit: error:") == 1
     assert "batch_size: expected prompts that fit into memory, got 2" in output
@@ -250,30 +250,36 @@ def test_generate_killed_again_and_again_resumes_to_its_end(tmp_path: Path) -> N
     args, whole = generate_whole(tmp_path, num_prompts=8, batch_size=2)
     output = tmp_path / "output.jsonl"
 
-    def die_at(write: int, *, torn: bool) -> Callable[[], None]:
-        """Return a patch that kills the process at a write: before the file counts the lines, or after."""
+    def die_at(write: int, *, after_metadata: bool) -> Callable[[], None]:
+        """Return a patch that kills the process when the answers' metadata (the number of lines) is written.
+
+        Args:
+            write: Number of the write, from 1.
+            after_metadata: Write this metadata first. Otherwise the file holds lines that its metadata does not count.
+        """
 
         def patch() -> None:
             generate._SECONDS_BETWEEN_WRITES = 0.0
             write_meta, count = PredictionsFile._write_meta, 0
 
-            def dying(self: PredictionsFile) -> None:
+            def die(self: PredictionsFile) -> None:
                 nonlocal count
                 count += 1
-                if not torn or count < write:
+                if count < write or after_metadata:
                     write_meta(self)
                 if count == write:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            PredictionsFile._write_meta = dying
+            PredictionsFile._write_meta = die
 
         return patch
 
     num_lines = []
-    for number, (write, torn) in enumerate([(1, True), (1, False), (3, True), (2, False), (4, True)]):
+    kills = [(1, False), (1, True), (3, False), (2, True), (4, False)]
+    for number, (write, after_metadata) in enumerate(kills):
         resume = ["--resume"] if output.exists() else []
-        patch = die_at(write, torn=torn)
-        code = finished(start([*args, f"--output={output}", *resume], tmp_path / f"log{number}", patch))
+        patch = die_at(write, after_metadata=after_metadata)
+        code = wait(start([*args, f"--output={output}", *resume], tmp_path / f"log{number}", patch))
         assert code == -signal.SIGKILL, (tmp_path / f"log{number}").read_text()
         num_lines.append(len(output.read_text().splitlines()))
     assert num_lines[-1] > 2
@@ -292,16 +298,16 @@ def test_generate_resumes_after_its_output(tmp_path: Path) -> None:
 
         on_finished, count = AnswerWriter.on_finished, 0
 
-        def interrupted(self: Any, index: int, generation: Any) -> None:
+        def interrupt(self: Any, index: int, generation: Any) -> None:
             nonlocal count
             count += 1
             on_finished(self, index, generation)
             if count == 3:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        AnswerWriter.on_finished = interrupted
+        AnswerWriter.on_finished = interrupt
 
-    assert finished(start([*args, f"--output={output}"], tmp_path / "log", interrupt)) == 130
+    assert wait(start([*args, f"--output={output}"], tmp_path / "log", interrupt)) == 130
     assert "refusion-lit: error: interrupted" in (tmp_path / "log").read_text()
     assert len(_lines(output)) == 3
     with output.open("a") as file:

@@ -20,7 +20,7 @@ from refusion_lit.checkpoints.files import find_newest, read_checkpoint
 from refusion_lit.checkpoints.sharded import check_index
 from refusion_lit.cli import main
 from robustness.conftest import torchrun
-from support.forks import finished, start
+from support.forks import start, wait
 
 SMALL = [
     "--config", QUICKSTART, "--trainer.max_steps=3", "--trainer.val_check_interval=3", "--data.batch_size=4",
@@ -61,7 +61,7 @@ def test_a_sharded_checkpoint_is_tested_on_another_number_of_processes(sharded: 
     args = ["test", *SMALL, f"--ckpt_path={sharded}", f"--runs_dir={tmp_path}"]
     one = ["--trainer.devices=1", *SHARDED, "--trainer.strategy.data_parallel_size=1", "--run_version=one"]
     log = tmp_path / "log"  # in a process of its own, as the strategy starts a process group
-    assert finished(start([*args, *one], log)) == 0, log.read_text()
+    assert wait(start([*args, *one], log)) == 0, log.read_text()
     assert main(["export", f"--ckpt_path={sharded}", f"--output={tmp_path / 'out'}"]) == 0
     exported = ["test", *SMALL, f"--ckpt_path={tmp_path / 'out'}", f"--runs_dir={tmp_path}", "--run_version=whole"]
     assert main(exported) == 0

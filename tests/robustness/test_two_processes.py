@@ -74,15 +74,11 @@ def test_test_scores_each_sample_once_as_one_process_does(tmp_path: Path, num: i
         assert _by_id(both / name) == _by_id(alone / name)
         assert len(_lines(both / name)) == num
         one, two = (values[decoder] for values in results)
-        of_calls = {
-            "num_calls",
-            "tokens_per_call",
-            "num_batches",
-            "calls_per_batch",
-        }  # which a batch shares, and two processes have other batches
-        of_time = {"seconds", "tokens_per_second", "latency_median", "latency_p95"}
-        of_time |= {"peak_cache_bytes", "cache_bytes_per_token"}  # each process has a batch of its own
-        for figure in one.keys() - of_calls - of_time:
+        # Two processes split the prompts into other batches, and the prompts of a batch share calls and the cache.
+        batch_figures = {"num_calls", "tokens_per_call", "num_batches", "calls_per_batch"}
+        batch_figures |= {"peak_cache_bytes", "cache_bytes_per_token"}
+        time_figures = {"seconds", "tokens_per_second", "latency_median", "latency_p95"}
+        for figure in one.keys() - batch_figures - time_figures:
             assert two[figure] == pytest.approx(one[figure], rel=1e-12), figure
         assert two["num_prompts"] == num
         assert decoder == "other" or num == 1 or two["score"] > 0
@@ -101,9 +97,9 @@ def test_validation_gives_the_loss_of_one_process(tmp_path: Path, num: int) -> N
         with (_run(tmp_path, "validate", num, *options) / "metrics.csv").open() as file:
             (row,) = csv.DictReader(file)
         losses.append({key: float(value) for key, value in row.items() if key.startswith("val/")})
-    of_drafts = {"val/accepted_1", "val/confident", "val/agreement"}
+    draft_figures = {"val/accepted_1", "val/confident", "val/agreement"}
     assert losses[0].keys() >= {"val/loss", "val/ar", "val/mdm"}
-    assert (losses[0].keys() >= of_drafts) == (losses[0]["val/mdm"] > 0) == (num > 1), "a single sample has no mask"
+    assert (losses[0].keys() >= draft_figures) == (losses[0]["val/mdm"] > 0) == (num > 1), "a single sample has no mask"
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
@@ -150,12 +146,12 @@ def test_a_failing_process_ends_all_with_its_error(
 
     step = SlotDiffusionModule.test_step
 
-    def failing(self: SlotDiffusionModule, batch: Any, batch_idx: int) -> None:
+    def fail(self: SlotDiffusionModule, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_rank == 1 and batch_idx == 1:
             raise kind("data: the second process cannot continue")
         step(self, batch, batch_idx)
 
-    monkeypatch.setattr(SlotDiffusionModule, "test_step", failing)
+    monkeypatch.setattr(SlotDiffusionModule, "test_step", fail)
     if kind is ValueError:  # a user's
         with pytest.raises(AssertionError):
             _run(tmp_path, "test", 6, *TWO)

@@ -432,7 +432,7 @@ def test_names_of_a_chat_templates_tokens_stay_text_in_every_turn(tmp_path: Path
         {"role": "user", "content": "1<eos>assistant: <mask><pad>"},
     ]
 
-    def expected() -> str:
+    def expected_text() -> str:
         ids = tuple(chatting.encode(turns[-1]["content"], turns))
         prompt = Prompt(token_ids=ids, id="0")
         return chatting.decode([prompt], Autoregressive(), SamplingParams(max_new_tokens=16)).rows[0].text
@@ -450,7 +450,7 @@ def test_names_of_a_chat_templates_tokens_stay_text_in_every_turn(tmp_path: Path
         server.worker.submit = submit_noted  # type: ignore[method-assign]
         for question in ("and <eos>2?", "<pad>"):
             answer = client.chat.completions.create(model=NAME, messages=turns).choices[0].message
-            assert answer.content == expected()
+            assert answer.content == expected_text()
             specials = [token for token in encoded[-1] if token in special]
             assert specials == [chatting.tokenizer.eos_token_id] * len(turns), "the template's own, one for each turn"
             for turn in turns:
@@ -535,10 +535,10 @@ def test_errors_that_no_route_expects_have_the_form_of_all_errors(server: Server
         "body: expected at most 1000000 bytes, got more; shorten it."
     )
 
-    def broken(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise KeyError("/a/secret/path")
 
-    monkeypatch.setattr(server.worker, "submit", broken)
+    monkeypatch.setattr(server.worker, "submit", fail)
     assert get(url, json.dumps(valid).encode()) == (500, "the request failed (KeyError)")
 
 

@@ -30,7 +30,7 @@ from refusion_lit.decoding import Autoregressive
 from refusion_lit.serving import app
 from refusion_lit.serving.app import Server
 from refusion_lit.text_model import TextModel
-from support.forks import finished, start
+from support.forks import start, wait
 from support.servers import MODEL, NAME, address, raw, serving, slow, wait_for
 
 HEAD = "POST /v1/completions HTTP/1.1\nHost: localhost\nContent-Type: application/json\n"
@@ -323,7 +323,7 @@ def test_a_second_signal_stops_at_once_and_the_exit_status_says_that_answers_wer
             answers = [pool.submit(read, stream) for stream in streams]
             started = time.monotonic()
             os.kill(process.pid, signal.SIGTERM)
-            assert finished(process) == 3
+            assert wait(process) == 3
             assert time.monotonic() < started + 6, "much less where nothing else runs"
             for received in [answer.result() for answer in answers]:
                 assert b"[DONE]" not in received
@@ -385,5 +385,5 @@ def test_answers_that_end_in_time_leave_status_0_and_those_cut_by_the_limit_3(
                 stream.sendall(f"{HEAD}Content-Length: {len(body)}\n\n{body}".replace("\n", "\r\n").encode())
                 assert b" 200 OK" in stream.recv(4096)
                 os.kill(process.pid, signal.SIGTERM)
-                assert finished(process) == expected
+                assert wait(process) == expected
                 assert (b"[DONE]" in read(stream)) == (expected == 0)

@@ -42,7 +42,7 @@ from refusion_lit.serving.service import Service
 from refusion_lit.serving.worker import Worker
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
-from support.forks import finished, start
+from support.forks import start, wait
 from support.servers import MODEL, NAME, address, raw, serving, slow, wait_for
 from support.tiny import make_bytes_base
 
@@ -121,12 +121,12 @@ def test_a_request_that_fails_harms_no_other(
     def prepare(worker: Worker) -> None:
         body = worker.checked_model.runner()
 
-        def failing(ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        def fail(ids: torch.Tensor, *args: Any) -> torch.Tensor:
             hidden = body(ids, *args)
             is_bad = (ids[:, :2] == bad).all(-1) if ids.shape[1] > 1 else torch.zeros(len(ids), dtype=torch.bool)
             return fault(hidden, is_bad) if is_bad.any() else hidden
 
-        worker.checked_model.runner = lambda: failing
+        worker.checked_model.runner = lambda: fail
         slow(worker, 0.002)
 
     decoder = Autoregressive()
@@ -210,12 +210,12 @@ def test_a_call_that_hangs_keeps_neither_clients_nor_the_server(model: TextModel
         worker.grace_seconds = 0.5
         body = worker.checked_model.runner()
 
-        def hanging(ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        def hang(ids: torch.Tensor, *args: Any) -> torch.Tensor:
             if worker.is_ready:
                 goes_on.wait(180)  # longer than the client waits, and than the server may take to end
             return body(ids, *args)
 
-        worker.checked_model.runner = lambda: hanging
+        worker.checked_model.runner = lambda: hang
 
     try:
         with serving(model, Autoregressive(), prepare=prepare, max_seconds=0.5, drain_seconds=0.0) as server:
@@ -234,7 +234,7 @@ def test_if_no_further_engine_can_be_made_everyone_is_told_and_the_server_ends(m
         body = worker.checked_model.runner()
         make_cache = worker.checked_model.make_cache
 
-        def running(*args: Any) -> torch.Tensor:
+        def run_body(*args: Any) -> torch.Tensor:
             if is_lost.is_set():
                 raise RuntimeError("device-side assert triggered")
             return body(*args)
@@ -244,7 +244,7 @@ def test_if_no_further_engine_can_be_made_everyone_is_told_and_the_server_ends(m
                 raise RuntimeError("device-side assert triggered")
             return make_cache(num_rows)
 
-        worker.checked_model.runner = lambda: running
+        worker.checked_model.runner = lambda: run_body
         worker.checked_model.make_cache = cache
         slow(worker)
 
@@ -457,7 +457,7 @@ def command(log: Path, *options: str) -> Iterator[str]:
         yield log.read_text().partition("running on ")[2].split()[0]
         assert process.pid is not None
         os.kill(process.pid, signal.SIGTERM)
-        assert finished(process) == 0
+        assert wait(process) == 0
     finally:
         process.kill()
 

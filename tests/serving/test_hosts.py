@@ -51,12 +51,12 @@ def host(model: TextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     directory = tmp_path_factory.mktemp("export") / "model"
     save_model(model.backbone, model.tokenizer, directory)
     command = [COMMAND, "serve", "--trust-remote-code", "--device", "cpu", str(directory), "--port"]
-    with running(command, directory.parent) as url:
+    with run_server(command, directory.parent) as url:
         yield f"{url}/v1", str(directory)
 
 
 @contextmanager
-def running(command: list[str], folder: Path) -> Iterator[str]:
+def run_server(command: list[str], folder: Path) -> Iterator[str]:
     """Run a server; yield its address once it is healthy."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -110,7 +110,10 @@ def test_the_example_for_litserve_gives_each_request_its_answer(tmp_path: Path) 
     pytest.importorskip("litserve", reason="needs litserve: pip install litserve")
     model = load(MODEL, device="cpu")
     asked = [("12+34,56+78>", 24), ("7+8=", 5), ("99+1", 24), ("3,4", 16)]
-    with running([sys.executable, str(EXAMPLE), str(MODEL), "--port"], tmp_path) as url, ThreadPoolExecutor(4) as pool:
+    with (
+        run_server([sys.executable, str(EXAMPLE), str(MODEL), "--port"], tmp_path) as url,
+        ThreadPoolExecutor(4) as pool,
+    ):
 
         def answer(text: str, length: int) -> Any:
             body = json.dumps({"prompt": text, "max_tokens": length}).encode()

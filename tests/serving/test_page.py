@@ -40,7 +40,7 @@ def ask(chrome: Any, text: str) -> None:
     chrome.find_element(By.ID, "text").send_keys(text + "\n")
 
 
-def done(chrome: Any) -> bool:
+def is_done(chrome: Any) -> bool:
     return not browser.js(chrome, "document.getElementById('send').disabled")
 
 
@@ -92,7 +92,7 @@ def test_the_stop_button_stops(chrome: Any, model: TextModel) -> None:
         wait_for(lambda: len(server.worker.active) == 1)
         button.click()
         wait_for(lambda: not server.worker.active)
-        wait_for(lambda: done(chrome))
+        wait_for(lambda: is_done(chrome))
         assert "stopped" in browser.js(chrome, "document.getElementById('status').textContent")
         assert not button.is_enabled()
 
@@ -117,24 +117,24 @@ def test_a_chat(chrome: Any, model: TextModel, tmp_path: Path) -> None:
         wait_for(lambda: browser.js(chrome, "document.querySelectorAll('.canvas .token.new').length"))
         assert browser.js(chrome, "document.querySelectorAll('.canvas .slot').length") >= 2
         chrome.save_screenshot(str(tmp_path / "phone.png"))
-        wait_for(lambda: done(chrome))
+        wait_for(lambda: is_done(chrome))
         assert browser.js(chrome, "document.querySelector('article.assistant div').textContent") == row.text
         figures = f"{row.num_tokens} tokens, {row.num_forwards} forwards"
         assert figures in browser.js(chrome, "document.getElementById('status').textContent")
         ask(chrome, "1+1")  # this model has no chat template, so that the second question stands alone, too
-        wait_for(lambda: done(chrome))
+        wait_for(lambda: is_done(chrome))
         texts = browser.js(chrome, "[...document.querySelectorAll('article.assistant div')].map(e => e.textContent)")
         assert texts == [row.text] * 2
         browser.js(chrome, "document.getElementById('max_tokens').value = 4000")
         ask(chrome, "1+1")
-        wait_for(lambda: done(chrome))
+        wait_for(lambda: is_done(chrome))
         status = browser.js(chrome, "document.getElementById('status').textContent")
         assert "failed: max_tokens: " in status
         assert not status.endswith("..")
         browser.js(chrome, "document.getElementById('max_tokens').value = 400")
         for _ in range(4):
             ask(chrome, "1+1")
-            wait_for(lambda: done(chrome))
+            wait_for(lambda: is_done(chrome))
         assert browser.js(chrome, "document.documentElement.scrollHeight > innerHeight")
         wait_for(lambda: browser.js(chrome, f"{LAST} <= {FORM}"), 10)  # the page follows the newest text
         for scheme in SCHEMES:
@@ -147,7 +147,7 @@ def test_a_chat(chrome: Any, model: TextModel, tmp_path: Path) -> None:
         wait_for(lambda: len(server.worker.active) == 1)
         browser.press(chrome, "\ue00c")  # Escape, as the stop button
         wait_for(lambda: not server.worker.active)
-        wait_for(lambda: done(chrome))
+        wait_for(lambda: is_done(chrome))
         assert "stopped" in browser.js(chrome, "document.getElementById('status').textContent")
         errors = [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
         assert [entry for entry in errors if "status of 400" not in entry["message"]] == []
@@ -178,7 +178,7 @@ def test_a_new_conversation_forgets_the_old_one(chrome: Any, tmp_path: Path) -> 
         button = chrome.find_element(By.ID, "new")
         for number in (1, 3, 1):
             ask(chrome, "1+1")
-            wait_for(lambda: done(chrome))
+            wait_for(lambda: is_done(chrome))
             assert numbers[-1] == number, "turns: the question, and earlier ones with their answers"
             if number == 3:
                 button.click()
@@ -188,7 +188,7 @@ def test_a_new_conversation_forgets_the_old_one(chrome: Any, tmp_path: Path) -> 
         wait_for(lambda: len(server.worker.active) == 1)
         button.click()  # in the middle of an answer, which ends with it
         wait_for(lambda: not server.worker.active)
-        wait_for(lambda: done(chrome))
+        wait_for(lambda: is_done(chrome))
         assert browser.js(chrome, "document.querySelectorAll('article').length") == 0
         assert browser.js(chrome, "document.documentElement.scrollWidth") <= 360, "a phone's width"
 
@@ -203,7 +203,7 @@ def test_separated_thoughts_are_folded(chrome: Any, tmp_path: Path, monkeypatch:
         chrome.get(address(server))
         wait_for(lambda: browser.js(chrome, "document.getElementById('model').textContent") == "additions")
         ask(chrome, "1+1?")
-        wait_for(lambda: done(chrome))
+        wait_for(lambda: is_done(chrome))
         assert browser.js(chrome, "document.querySelector('article.assistant > div').textContent") == "Two."
         thoughts = chrome.find_element(By.CSS_SELECTOR, "article.assistant details p")
         assert not thoughts.is_displayed()

@@ -20,7 +20,7 @@ from refusion_lit import load
 from support.servers import MODEL
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-PROGRAM = Path(__file__).parents[1] / "ray_program.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "ray_program.py"
 NUM_PROMPTS = 40
 
 

@@ -33,7 +33,7 @@ NAMED: Any = {"type": "function", "function": {"name": "add"}}
 
 
 @contextmanager
-def asking(model: TextModel, decoder: Any, **options: Any) -> Iterator[tuple[Server, Any]]:
+def connect(model: TextModel, decoder: Any, **options: Any) -> Iterator[tuple[Server, Any]]:
     with (
         serving(model, decoder, **options) as server,
         openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
@@ -95,7 +95,7 @@ def assemble_by_client(client: Any, **options: Any) -> tuple[Any, ...]:
 )
 def test_forced_calls_parse_and_stream(tmp_path: Path, template: str, decoder: Any) -> None:
     model = make_tool_model(tmp_path, template, mask=isinstance(decoder, ReFusion))
-    with asking(model, decoder) as (_, client):
+    with connect(model, decoder) as (_, client):
         for choice in ("required", NAMED):
             calls = check_calls(ask(client, tool_choice=choice).choices[0])
             assert choice == "required" or [name for name, _ in calls] == ["add"]
@@ -113,7 +113,7 @@ def test_an_agent_of_ten_turns(tmp_path: Path, decoder: Any) -> None:
     model = make_tool_model(tmp_path, mask=True)
     turns: list[Any] = [{"role": "developer", "content": "Use tools."}, *ASKED]
     called = set()
-    with asking(model, decoder) as (server, client):
+    with connect(model, decoder) as (server, client):
         for turn in range(10):
             choice: Any = {"type": "function", "function": {"name": [*SCHEMAS][turn % 2]}}
             options: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": turn}
@@ -137,7 +137,7 @@ def test_texts_are_those_without_a_server(tmp_path: Path) -> None:
         prompt = Prompt(token_ids=tuple(model.encode("Rome?", ASKED, tools)), id="0")
         return model.decode([prompt], Autoregressive(), sampling).rows[0].text
 
-    with asking(model, Autoregressive()) as (_, client):
+    with connect(model, Autoregressive()) as (_, client):
         for choice, tools in (("auto", TOOLS), ("none", [])):
             answer = ask(client, tool_choice=choice, max_tokens=12)
             assert answer.choices[0].message.content == alone(tools)
@@ -154,7 +154,7 @@ def test_a_model_may_call_or_not(tmp_path: Path, template: str, monkeypatch: pyt
     def force(service: Any, prompts: Any, body: Any, calls: Any, sampling: Any) -> Any:
         return constrain(service, prompts, body, replace(calls, are_forced=True), sampling)
 
-    with asking(make_tool_model(tmp_path, template), Autoregressive()) as (_, client):
+    with connect(make_tool_model(tmp_path, template), Autoregressive()) as (_, client):
         monkeypatch.setattr(Service, "_constrain", force)
         [choice] = ask(client, logprobs=True).choices
         calls = check_calls(choice)
@@ -169,7 +169,7 @@ def test_what_looks_like_a_call_remains_text(tmp_path: Path, monkeypatch: pytest
         return service.schemas.constrain(prompts, {"const": broken}, service.worker.decoder, sampling)
 
     monkeypatch.setattr(Service, "_constrain", write)
-    with asking(make_tool_model(tmp_path, has_markers=False), Autoregressive()) as (_, client):
+    with connect(make_tool_model(tmp_path, has_markers=False), Autoregressive()) as (_, client):
         [choice] = ask(client).choices
         assert (choice.message.tool_calls, choice.finish_reason) == (None, "stop")
         assert json.loads(choice.message.content) == broken
@@ -196,7 +196,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [  # options, the field that is wron
 
 
 def test_what_cannot_be_done_is_refused_by_name(tmp_path: Path) -> None:
-    with asking(make_tool_model(tmp_path), Autoregressive()) as (_, client):
+    with connect(make_tool_model(tmp_path), Autoregressive()) as (_, client):
         for options, field in REFUSED:
             with pytest.raises(openai.BadRequestError) as caught:
                 ask(client, **options)
@@ -214,12 +214,15 @@ def test_a_template_without_tools_is_refused(server: Server) -> None:
 
 def test_a_client_that_leaves_a_call_frees_its_row(tmp_path: Path) -> None:
     model = make_tool_model(tmp_path)
-    with asking(model, Autoregressive(), rows=1, prepare=lambda worker: slow(worker, 0.05)) as (server, client):
+    with connect(model, Autoregressive(), rows=1, prepare=lambda worker: slow(worker, 0.05)) as (server, client):
         stream = ask(client, tool_choice="required", stream=True, logprobs=True, top_logprobs=2)
         next(stream)
         stream.close()
         wait_for(lambda: not server.worker.active)
-    with asking(model, Autoregressive(), max_seconds=0.5, prepare=lambda worker: slow(worker, 0.1)) as (server, client):
+    with connect(model, Autoregressive(), max_seconds=0.5, prepare=lambda worker: slow(worker, 0.1)) as (
+        server,
+        client,
+    ):
         with pytest.raises(openai.APIStatusError) as caught:
             ask(client, tool_choice="required")
         assert caught.value.status_code == 504

@@ -87,7 +87,7 @@ class FakeModel(PlainModel):
     def num_head_rows(self) -> int:
         return self.special_tokens.vocab_size + NUM_EXTRA_ROWS
 
-    def predicted(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    def predicted_positions(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return the positions that the tokens' logits predict."""
         if "visible" in (self.traits.predictions or ()):
             return position_ids
@@ -136,7 +136,7 @@ class OracleModel(FakeModel):
         self.record(
             input_ids, position_ids, as_mask(attention_mask, self.device), torch.ones_like(input_ids, dtype=torch.bool)
         )
-        predicted, is_drafted = self.predicted(input_ids, position_ids), self.is_mask(input_ids)
+        predicted, is_drafted = self.predicted_positions(input_ids, position_ids), self.is_mask(input_ids)
         if "mask_shifted" in (self.traits.predictions or ()):
             is_drafted = torch.ones_like(input_ids)  # every token predicts like a mask
         return torch.stack([predicted, is_drafted], -1)
@@ -277,7 +277,7 @@ class HashModel(FakeModel):
             seen = states if cache is None else cache.update(level, states)
             summed = (mask * scramble(seen + level)[:, None, :]).sum(-1)
             states = scramble(states + scramble(summed + 7919 * level))
-        return torch.stack([states, self.predicted(input_ids, position_ids)], -1)
+        return torch.stack([states, self.predicted_positions(input_ids, position_ids)], -1)
 
     def check_visible(self, mask: Tensor, key_positions: Tensor, is_written: Tensor) -> None:
         assert not (mask & ~is_written[:, None, :]).any(), "a query sees an entry that was never written"

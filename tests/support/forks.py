@@ -21,7 +21,7 @@ from typing import Any
 from refusion_lit.cli import main
 
 
-def forked(work: Callable[[], int | None]) -> BaseProcess:
+def fork(work: Callable[[], int | None]) -> BaseProcess:
     """Run a function in a process, whose exit code is what it returns."""
 
     def call() -> None:
@@ -41,7 +41,7 @@ def forked(work: Callable[[], int | None]) -> BaseProcess:
     return process
 
 
-def finished(process: BaseProcess) -> int | None:
+def wait(process: BaseProcess) -> int | None:
     """Wait for a process; its exit code, negative for a signal."""
     process.join(300)
     assert process.exitcode is not None, "the process hangs"
@@ -57,15 +57,15 @@ def start(args: list[str], log: Path, before: Callable[[], None] | None = None) 
             before()
         return main(args)
 
-    return forked(work)
+    return fork(work)
 
 
-def printed_without_us(program: str, folder: Path) -> str:
+def run_without_us(program: str, folder: Path) -> str:
     """Run a program that must not need this package, which cannot be imported there; return what it prints."""
-    return printed_in_new_process('import sys; sys.modules["refusion_lit"] = None\n' + program, folder)
+    return run_in_new_process('import sys; sys.modules["refusion_lit"] = None\n' + program, folder)
 
 
-def printed_in_new_process(program: str, folder: Path) -> str:
+def run_in_new_process(program: str, folder: Path) -> str:
     """Run a program in a process that has imported nothing of this package; return what the program prints."""
     output = folder / "printed.txt"
 
@@ -75,11 +75,11 @@ def printed_in_new_process(program: str, folder: Path) -> str:
             del sys.modules[name]
         exec(compile(program, "program", "exec", dont_inherit=True), {"__name__": "__main__"})
 
-    assert finished(forked(work)) == 0, output.read_text()
+    assert wait(fork(work)) == 0, output.read_text()
     return output.read_text()
 
 
-def without_rights_of_root() -> None:
+def drop_root_rights() -> None:
     """Give up the capabilities by which root reads and writes files whatever their permissions, for this process."""
     libc = ctypes.CDLL(None)
     header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3; this process
@@ -127,13 +127,13 @@ def forking_command(folder: Path) -> Iterator[tuple[str, ...]]:
     def serve(server: socket.socket) -> None:
         while True:
             client, _ = server.accept()
-            forked(lambda client=client: run(client))
+            fork(lambda client=client: run(client))
             client.close()
 
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(folder / "socket"))
         server.listen()
-        process: Any = forked(lambda: serve(server))
+        process: Any = fork(lambda: serve(server))
         yield (sys.executable, "-S", "-c", _CLIENT, str(folder / "socket"))
         process.kill()
         process.join()

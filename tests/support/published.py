@@ -59,6 +59,6 @@ class _Ended:
         return getattr(self._backbone, name)
 
 
-def ended_by(backbone: Any, eos_token_id: int) -> Any:
+def end_at(backbone: Any, eos_token_id: int) -> Any:
     """Return a model whose responses end at the given token alone."""
     return _Ended(backbone, eos_token_id)

@@ -27,7 +27,7 @@ class Ragged:
     plan: dict[str, Any]
 
 
-def ragged(seed: int, sizes: list[tuple[int, int]], storage: list[int]) -> Ragged:
+def make_ragged(seed: int, sizes: list[tuple[int, int]], storage: list[int]) -> Ragged:
     """Draw rows with any number of queries and keys."""
     chance = random.Random(seed)
     shape = len(sizes), max(queries for queries, _ in sizes)
@@ -35,7 +35,7 @@ def ragged(seed: int, sizes: list[tuple[int, int]], storage: list[int]) -> Ragge
     for row, (queries, keys) in enumerate(sizes):
         first, offset = chance.randint(0, keys - queries), 0
         for length in chance.choice([(queries,), (queries - queries // 2, queries // 2)]):
-            spans += [drawn_span(chance, row, offset, length, first + offset, keys)] if length else []
+            spans += [draw_span(chance, row, offset, length, first + offset, keys)] if length else []
             offset += length
     num_keys = max(keys for _, keys in sizes)
     places = [(span, i) for span in spans for i in range(span.length)]
@@ -49,7 +49,7 @@ def ragged(seed: int, sizes: list[tuple[int, int]], storage: list[int]) -> Ragge
     return Ragged(rows, Visibility(spans, shape, num_keys), build_mask(spans, (*shape, num_keys)), plan)
 
 
-def drawn_span(chance: random.Random, row: int, offset: int, length: int, first_key: int, num_keys: int) -> Span:
+def draw_span(chance: random.Random, row: int, offset: int, length: int, first_key: int, num_keys: int) -> Span:
     """Draw what a span sees: regular things more often than chance would."""
     ends = [sorted(chance.choices(range(num_keys + 1), k=2)) for _ in range(chance.randint(1, 3))]
     context = chance.choice([(), ((0, first_key),), ((0, num_keys),), tuple((start, stop) for start, stop in ends)])
@@ -99,7 +99,7 @@ def by_hand(rows: Rows, mask: Tensor, cache: KVCache, query: Tensor, key: Tensor
     return outputs
 
 
-def prepared(plan: dict[str, Any], num_rows: int, seed: int) -> KVCache:
+def prepare_cache(plan: dict[str, Any], num_rows: int, seed: int) -> KVCache:
     """Return a cache with something stored everywhere."""
     cache = KVCache(1, num_rows)
     everywhere = torch.cartesian_prod(torch.arange(num_rows), torch.arange(plan["num_keys"]))

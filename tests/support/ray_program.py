@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from refusion_lit.serving.app import LOCAL_HOSTS
 BATCH = 8
 
 
-def interrupted(folder: Path) -> type[ray_predict.Answers]:
+def interrupt_actor(folder: Path) -> type[ray_predict.Answers]:
     """Return an actor that is killed once, and fails once when others have written; it notes what it decodes."""
 
     class Interrupted(ray_predict.Answers):
@@ -49,19 +50,22 @@ def interrupted(folder: Path) -> type[ray_predict.Answers]:
     return Interrupted
 
 
-def written(folder: Path) -> list[int]:
+def read_ids(folder: Path) -> list[int]:
     files = sorted((folder / "output" / "parts").glob("*.json"))
     return [json.loads(line)["id"] for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def predict(model: str, folder: Path) -> None:
     """Decode the prompts in two runs, of which the first one is interrupted."""
-    asked = (model, str(folder / "prompts.jsonl"), folder / "output", 2, interrupted(folder), BATCH)
+    answer = partial(
+        ray_predict.answer, model, str(folder / "prompts.jsonl"), folder / "output", num_actors=2,
+        actor=interrupt_actor(folder), batch_size=BATCH,
+    )  # fmt: skip
     with contextlib.suppress(ray.exceptions.RayError):
-        ray_predict.answer(*asked)
-    done = written(folder)
+        answer()
+    done = read_ids(folder)
     (folder / "decoded").unlink(missing_ok=True)
-    ray_predict.answer(*asked)
+    answer()
     later = [int(line) for line in (folder / "decoded").read_text(encoding="utf-8").split()]
     (folder / "interrupted.json").write_text(json.dumps({"done": done, "later": later}), encoding="utf-8")
 
@@ -74,12 +78,12 @@ async def ask(port: int, name: str) -> dict[str, list[str]]:
         async def whole(text: str) -> str:
             return (await client.completions.create(model=name, prompt=text, max_tokens=24)).choices[0].text
 
-        async def streamed(text: str) -> str:
+        async def stream(text: str) -> str:
             stream = await client.completions.create(model=name, prompt=text, max_tokens=24, stream=True)
             return "".join([chunk.choices[0].text async for chunk in stream])
 
         texts = await asyncio.gather(*map(whole, prompts))
-        return {"texts": texts, "streamed": await asyncio.gather(*map(streamed, prompts))}
+        return {"texts": texts, "streamed": await asyncio.gather(*map(stream, prompts))}
 
 
 def replicas(model: str, folder: Path) -> None:

@@ -42,7 +42,7 @@ def model(dtype: str = "float64") -> Backbone:
     return config.build(AutoTokenizer.from_pretrained(directory)).eval()
 
 
-def unmasked(decoder: Decoder, reading: Reading, prompt_id: str = "0") -> list[int]:
+def unmask(decoder: Decoder, reading: Reading, prompt_id: str = "0") -> list[int]:
     """Return the places that the first step unmasks of a canvas as long as the reading, all of which is read."""
     sampling = SamplingParams(max_new_tokens=len(reading.tokens))
     state = decoder.begin(Prompt(token_ids=(3,), id=prompt_id), sampling, model().special_tokens)
@@ -93,13 +93,13 @@ def forward(tokens: Sequence[int], first: int = 0, frozen: Frozen | None = None)
 def without(frozen: Frozen, first: int, stop: int) -> Frozen:
     """Keys and values of all positions but a range."""
 
-    def cropped(states: Tensor) -> Tensor:
+    def crop(states: Tensor) -> Tensor:
         return torch.cat((states[:, :, :first], states[:, :, stop:]), 2)
 
-    return [(cropped(keys), cropped(values)) for keys, values in frozen]
+    return [(crop(keys), crop(values)) for keys, values in frozen]
 
 
-def fed(prompt: Sequence[int], canvas: Sequence[int | None]) -> list[int]:
+def make_input(prompt: Sequence[int], canvas: Sequence[int | None]) -> list[int]:
     return [*prompt, *[MASK if token is None else token for token in canvas]]
 
 
@@ -108,7 +108,7 @@ def draw(row: Tensor) -> int:
     return best_allowed(row, (PAD, MASK), VOCAB)
 
 
-def finished(canvas: Sequence[int | None]) -> list[int]:
+def check_finished(canvas: Sequence[int | None]) -> list[int]:
     tokens = [token for token in canvas if token is not None]
     assert len(tokens) == len(canvas)
     return tokens
@@ -130,9 +130,9 @@ def llada(
     per_block = steps // (length // block)
     for start in range(0, length, block):
         for step in range(per_block):
-            values, _ = forward(fed(prompt, canvas))
+            values, _ = forward(make_input(prompt, canvas))
             if guidance:
-                unconditional, _ = forward(fed([MASK] * len(prompt), canvas))
+                unconditional, _ = forward(make_input([MASK] * len(prompt), canvas))
                 values = unconditional + (guidance + 1) * (values - unconditional)
             if eos == "forbid":
                 values[:, EOS] = -math.inf
@@ -152,7 +152,7 @@ def llada(
             quota = block // per_block + (1 if step < block % per_block else 0)
             for _, place, token in sorted(best)[:quota]:
                 canvas[place] = token
-    return finished(canvas)
+    return check_finished(canvas)
 
 
 def dream(prompt: tuple[int, ...], length: int, steps: int, order: str, eps: float = 1e-3) -> list[int]:
@@ -160,7 +160,7 @@ def dream(prompt: tuple[int, ...], length: int, steps: int, order: str, eps: flo
     canvas: list[int | None] = [None] * length
     times = torch.linspace(1, eps, steps + 1, dtype=torch.float64).tolist()
     for step, (time, after) in enumerate(pairwise(times)):
-        values, _ = forward(fed(prompt, canvas))
+        values, _ = forward(make_input(prompt, canvas))
         values = torch.cat((values[:1], values[:-1]))  # shifted
         values[:, [PAD, MASK]] = -math.inf
         values[:, VOCAB:] = -math.inf
@@ -178,7 +178,7 @@ def dream(prompt: tuple[int, ...], length: int, steps: int, order: str, eps: flo
         count = int(len(best) * (1 - after / time)) if step < steps - 1 else len(best)
         for _, place, token in sorted(best)[:count]:
             canvas[place] = token
-    return finished(canvas)
+    return check_finished(canvas)
 
 
 Rule = Callable[[list[float], int, int], int]
@@ -194,7 +194,7 @@ def fast_dllm(
     for start in range(0, length, block):
         stop = min(start + block, length)
         first, last = len(prompt) + start, len(prompt) + stop
-        values, stored = forward(fed(prompt, canvas))
+        values, stored = forward(make_input(prompt, canvas))
         lengths.append(len(values))
         offset, num_rounds = 0, 0
         while True:
@@ -213,7 +213,7 @@ def fast_dllm(
             num_rounds += 1
             if None not in canvas[start:stop]:
                 break
-            text = fed(prompt, canvas)
+            text = make_input(prompt, canvas)
             if kept == "none":
                 values, _ = forward(text)
             elif kept == "prefix":
@@ -223,7 +223,7 @@ def fast_dllm(
                 values, _ = forward(text[first:last], first, without(stored, first, last))
                 offset = first
             lengths.append(len(values))
-    return finished(canvas), lengths
+    return check_finished(canvas), lengths
 
 
 def by_threshold(threshold: float) -> Rule:

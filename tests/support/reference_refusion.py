@@ -85,7 +85,7 @@ class SlowReFusion:
             assert place not in self.text
             self.text[place] = token
 
-    def placed(self, slot: int, tokens: list[int]) -> list[Token]:
+    def place_tokens(self, slot: int, tokens: list[int]) -> list[Token]:
         first = len(self.prompt) + slot * self.options.slot_size
         return [(token, first + i) for i, token in enumerate(tokens)]
 
@@ -120,7 +120,7 @@ class SlowReFusion:
         if self.options.infill == "bonus":
             self.bonus([Row(slot, drafts[slot], 1) for slot in chosen])
             return
-        row = [token for slot in chosen for token in self.placed(slot, drafts[slot])]
+        row = [token for slot in chosen for token in self.place_tokens(slot, drafts[slot])]
         logits = self.forward(row)
         self.shapes.append((1, len(row)))
         passes = [
@@ -155,7 +155,7 @@ class SlowReFusion:
             if not unfilled:
                 break
             for row in unfilled:
-                logits = self.forward(self.placed(row.slot, row.tokens))
+                logits = self.forward(self.place_tokens(row.slot, row.tokens))
                 best = [0, *(self.best(values) for values in logits[:-1])]
                 while row.num_accepted < size:
                     j = row.num_accepted
@@ -178,7 +178,7 @@ class SlowReFusion:
         assert mask is not None
         size, options = self.options.slot_size, self.options
         num_masks = size if options.num_drafts is None else min(size, 1 + options.num_drafts)
-        row = [token for slot in self.remaining for token in self.placed(slot, [mask] * num_masks)]
+        row = [token for slot in self.remaining for token in self.place_tokens(slot, [mask] * num_masks)]
         logits = self.forward(row)
         self.shapes.append((1, len(row) + (0 if self.shapes else len(self.prompt))))
         drafts, certainties = {}, {}
@@ -231,9 +231,9 @@ class SlowReFusion:
             if row.has_eos or row.num_accepted == size:
                 continue
             n = row.num_accepted
-            logits = self.forward(self.placed(row.slot, row.tokens[:n] + [mask] * (size - n)))
+            logits = self.forward(self.place_tokens(row.slot, row.tokens[:n] + [mask] * (size - n)))
             row.tokens = row.tokens[:n] + [self.best(values) for values in logits[n:]]
-            logits = self.forward(self.placed(row.slot, row.tokens))
+            logits = self.forward(self.place_tokens(row.slot, row.tokens))
             row.num_accepted += 1
             self.accept_confident(row, logits)
         return 2
@@ -243,7 +243,7 @@ class SlowReFusion:
         for row in rows:
             if row.has_eos or row.num_accepted == self.options.slot_size:
                 continue
-            logits = self.forward(self.placed(row.slot, row.tokens))
+            logits = self.forward(self.place_tokens(row.slot, row.tokens))
             if not is_first:
                 row.num_accepted += 1
             self.accept_confident(row, logits)
@@ -262,7 +262,7 @@ class SlowReFusion:
     def finish_infill(self, rows: list[Row]) -> None:
         """Append the filled slots to context and text."""
         shared = set(range(len(self.context)))
-        added = [self.placed(row.slot, row.tokens[: row.num_accepted]) for row in rows]
+        added = [self.place_tokens(row.slot, row.tokens[: row.num_accepted]) for row in rows]
         if isinstance(self.options, RecomputeKV):
             self.shapes.append((1, sum(map(len, added))))
             for tokens in added:

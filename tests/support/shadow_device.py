@@ -107,10 +107,10 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], meetings: Co
     if not shadows if target is None else target != SHADOW.type:
         return output
 
-    def shadowed(value: Any) -> Any:
+    def make_shadow(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         same = [shadow for shadow in shadows if shadow.plain is value]  # changed in place
         return same[0] if same else ShadowTensor(value)
 
-    return tree_map(shadowed, output)
+    return tree_map(make_shadow, output)

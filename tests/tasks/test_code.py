@@ -16,7 +16,7 @@ from tasks.conftest import Hub
 from tasks.samples import HUMANEVAL, MBPP, write_jsonl
 
 
-def _isolated() -> bool:
+def _can_isolate() -> bool:
     try:
         return len(Sandbox().applied) > 0
     except ValueError as error:
@@ -25,7 +25,7 @@ def _isolated() -> bool:
         return False
 
 
-runs_code = pytest.mark.skipif(not _isolated(), reason="this machine offers no full isolation of generated code")
+runs_code = pytest.mark.skipif(not _can_isolate(), reason="this machine offers no full isolation of generated code")
 
 
 @pytest.mark.parametrize(

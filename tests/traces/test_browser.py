@@ -30,7 +30,7 @@ def classes(driver: Chrome) -> list[set[str]]:
     return [set(name.split()) - {"token", "slot", "beyond"} for name in names]
 
 
-def expected(trace: Trace, forwards: int) -> list[set[str]]:
+def expected_places(trace: Trace, forwards: int) -> list[set[str]]:
     history = timeline(trace)
     final = history.final_forwards()
     places: list[set[str]] = []
@@ -47,17 +47,17 @@ def expected(trace: Trace, forwards: int) -> list[set[str]]:
 @pytest.mark.parametrize("trace", [plan_and_verify(), random_trace(3), random_trace(8)])
 def test_arrow_keys_step_through_every_forward(show: Show, trace: Trace) -> None:
     driver = show(page(trace))
-    assert classes(driver) == expected(trace, trace.num_forwards)  # the page opens with the whole text
+    assert classes(driver) == expected_places(trace, trace.num_forwards)  # the page opens with the whole text
     press(driver, Keys.HOME)
-    assert classes(driver) == expected(trace, 0)
+    assert classes(driver) == expected_places(trace, 0)
     for forwards in range(1, trace.num_forwards + 1):
         press(driver, Keys.ARROW_RIGHT)
-        assert classes(driver) == expected(trace, forwards)
+        assert classes(driver) == expected_places(trace, forwards)
         phase = trace.rounds[forwards - 1].phase
         assert f"Forward {forwards} of {trace.num_forwards}, {phase}" in text(driver, "status")
     press(driver, Keys.ARROW_RIGHT)  # after the last forward: no effect
     press(driver, Keys.ARROW_LEFT)
-    assert classes(driver) == expected(trace, trace.num_forwards - 1)
+    assert classes(driver) == expected_places(trace, trace.num_forwards - 1)
     press(driver, Keys.END)
     assert js(driver, "document.getElementById('slider').value") == str(trace.num_forwards)
 
@@ -67,7 +67,7 @@ def test_the_slider_moves_and_announces_its_forward(show: Show) -> None:
     driver = show(page(trace))
     slider = driver.find_element(By.ID, "slider")
     slider.send_keys(Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert classes(driver) == expected(trace, 2)
+    assert classes(driver) == expected_places(trace, 2)
     assert slider.get_attribute("aria-valuetext") == "forward 2, verify"
 
 
@@ -77,9 +77,9 @@ def test_space_plays_from_the_start_to_the_end(show: Show) -> None:
     play = driver.find_element(By.ID, "play")
     press(driver, Keys.SPACE)
     assert play.get_attribute("aria-pressed") == "true"
-    assert classes(driver) == expected(trace, 0)
+    assert classes(driver) == expected_places(trace, 0)
     WebDriverWait(driver, 60).until(lambda _: play.get_attribute("aria-pressed") == "false")
-    assert classes(driver) == expected(trace, 4)
+    assert classes(driver) == expected_places(trace, 4)
 
 
 def test_hover_and_focus_show_the_probability_of_a_token(show: Show) -> None:

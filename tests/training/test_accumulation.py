@@ -85,7 +85,7 @@ def _module(objective: Objective, path: Path) -> Recorded:
     return module
 
 
-def _fitted(
+def _fit(
     folder: Path, objective: Objective, *, batch_size: int, rows: list[int] | None = None, **options: object
 ) -> dict[str, Tensor]:
     module = _module(objective, folder / "weights")
@@ -143,11 +143,11 @@ def test_micro_batches_and_packed_rows_are_one_batch_and_the_last_step_may_be_sh
 ) -> None:
     losses: list[Tensor] = []
     expected = _by_hand(tmp_path, objective, [SAMPLES[:8], SAMPLES[8:]], losses)
-    actual = _fitted(tmp_path, objective, batch_size=2, accumulate_grad_batches=4, log_every_n_steps=1)
+    actual = _fit(tmp_path, objective, batch_size=2, accumulate_grad_batches=4, log_every_n_steps=1)
     _assert_equal(actual, {**expected, "loss": losses[-1]})
     if objective.packs:
         (tmp_path / "packed").mkdir()
-        packed = _fitted(tmp_path / "packed", objective, batch_size=4, rows=[0, 1, 0, 1], accumulate_grad_batches=2)
+        packed = _fit(tmp_path / "packed", objective, batch_size=4, rows=[0, 1, 0, 1], accumulate_grad_batches=2)
         _assert_equal(packed, expected)
 
 
@@ -165,11 +165,11 @@ def test_a_mean_of_means_would_be_seen(tmp_path: Path) -> None:
 def test_an_epoch_cut_short_and_a_changing_number_of_batches(tmp_path: Path) -> None:
     objective = Hybrid(slot_sizes=(2, 4))
     (tmp_path / "cut").mkdir()
-    actual = _fitted(tmp_path / "cut", objective, batch_size=2, accumulate_grad_batches=4, limit_train_batches=3)
+    actual = _fit(tmp_path / "cut", objective, batch_size=2, accumulate_grad_batches=4, limit_train_batches=3)
     _assert_equal(actual, _by_hand(tmp_path, objective, [SAMPLES[:6]]))
     schedule = GradientAccumulationScheduler({0: 3})
     (tmp_path / "schedule").mkdir()
-    actual = _fitted(tmp_path / "schedule", objective, batch_size=2, callbacks=[schedule])
+    actual = _fit(tmp_path / "schedule", objective, batch_size=2, callbacks=[schedule])
     _assert_equal(actual, _by_hand(tmp_path, objective, [SAMPLES[:6], SAMPLES[6:]]))
 
 
@@ -177,19 +177,19 @@ def test_each_micro_batch_is_corrupted_once(tmp_path: Path, monkeypatch: pytest.
     seen: list[int] = []
     corrupt = Hybrid.corrupt
 
-    def counted(self: Hybrid, batch: ResponseBatch, *args: object, **options: object) -> CorruptedBatch:
+    def count_samples(self: Hybrid, batch: ResponseBatch, *args: object, **options: object) -> CorruptedBatch:
         seen.extend(batch.sample_keys.tolist())
         return corrupt(self, batch, *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Hybrid, "corrupt", counted)
-    _fitted(tmp_path, Hybrid(slot_sizes=(4,)), batch_size=2, accumulate_grad_batches=4)
+    monkeypatch.setattr(Hybrid, "corrupt", count_samples)
+    _fit(tmp_path, Hybrid(slot_sizes=(4,)), batch_size=2, accumulate_grad_batches=4)
     assert seen == [stable_key(sample.id) for sample in SAMPLES]
 
 
 @pytest.mark.parametrize(("objective", "accumulated"), [(Hybrid(slot_sizes=(2, 4)), 2), *((o, 1) for o in OBJECTIVES)],
                          ids=lambda value: type(value).__name__)  # fmt: skip
 def test_two_processes_are_one(tmp_path: Path, objective: Objective, accumulated: int) -> None:
-    actual = _fitted(
+    actual = _fit(
         tmp_path, objective, batch_size=2, accumulate_grad_batches=accumulated, devices=2, strategy="ddp_fork"
     )
     size = 4 * accumulated
@@ -199,7 +199,7 @@ def test_two_processes_are_one(tmp_path: Path, objective: Objective, accumulated
 
 
 def test_resuming_between_steps_changes_nothing(tmp_path: Path) -> None:
-    def fitted(folder: str, checkpoint: Path | None = None) -> dict[str, Tensor]:
+    def fit(folder: str, checkpoint: Path | None = None) -> dict[str, Tensor]:
         task = Additions(num_train=25, num_validation=1, num_test=1)
         data = InstructionDataModule(task, CharacterTokenizer(), batch_size=4)
         module = _module(Hybrid(slot_sizes=(4,)), tmp_path / folder)
@@ -212,14 +212,14 @@ def test_resuming_between_steps_changes_nothing(tmp_path: Path) -> None:
         assert trainer.global_step == 4  # four and two batches an epoch
         return torch.load(f"{tmp_path / folder}.0")
 
-    unbroken = fitted("unbroken")
+    unbroken = fit("unbroken")
     for step in (1, 2, 3):
-        resumed = fitted(f"resumed {step}", tmp_path / "unbroken" / f"step={step}.ckpt")
+        resumed = fit(f"resumed {step}", tmp_path / "unbroken" / f"step={step}.ckpt")
         assert all(torch.equal(value, resumed[name]) for name, value in unbroken.items())
 
 
 def test_what_is_logged_is_the_mean_of_the_step(tmp_path: Path) -> None:
-    """Each logged loss is that of one batch with all of the step's samples, at the weights before it."""
+    """A step logs the losses of a single batch with all samples of the step, computed with the weights before it."""
     objective = Hybrid(slot_sizes=(2, 4))
     logged: list[dict[str, float]] = []
 
@@ -228,12 +228,13 @@ def test_what_is_logged_is_the_mean_of_the_step(tmp_path: Path) -> None:
             if (trainer.fit_loop.total_batch_idx + 1) % 3 == 0:
                 logged.append({name: float(trainer.logged_metrics[name]) for name in ("train/ar", "train/mdm")})
 
-    _fitted(tmp_path, objective, batch_size=2, accumulate_grad_batches=3, callbacks=[Watch()], log_every_n_steps=1)
+    _fit(tmp_path, objective, batch_size=2, accumulate_grad_batches=3, callbacks=[Watch()], log_every_n_steps=1)
     module = _module(objective, tmp_path)
     module.configure_model()
     model = module.model.double()
-    for number, samples in enumerate((SAMPLES[:6], SAMPLES[6:])):
-        weights = _by_hand(tmp_path, objective, [SAMPLES[:6]][:number])
+    steps = [SAMPLES[:6], SAMPLES[6:]]
+    for number, samples in enumerate(steps):
+        weights = _by_hand(tmp_path, objective, steps[:number])  # the weights before this step
         model.load_state_dict(weights, strict=False)
         batch = collate_responses(samples, pad_token_id=0)
         corrupted = module.objective.corrupt(

@@ -32,7 +32,7 @@ class Sizes(Callback):
         self.sizes[trainer.global_step] = objective.slot_sizes
 
 
-def fitted(
+def fit(
     directory: Path, max_steps: int = NUM_STEPS, checkpoint: Path | None = None
 ) -> tuple[SlotDiffusionModule, Sizes]:
     data = InstructionDataModule(Additions(num_train=40, num_validation=4, num_test=4), CharacterTokenizer(), 4, 4)
@@ -48,9 +48,9 @@ def fitted(
 
 
 def test_sizes_follow_the_borders_and_a_resumed_run_ends_alike(tmp_path: Path) -> None:
-    whole, seen = fitted(tmp_path / "whole")
+    whole, seen = fit(tmp_path / "whole")
     assert seen.sizes == {0: (1,), 1: (1,), 2: (1,), 3: (3,), 4: (3,), 5: (7,), 6: (7,), 7: (7,)}
-    resumed, after = fitted(tmp_path / "resumed", checkpoint=tmp_path / "whole" / "step=3.ckpt")
+    resumed, after = fit(tmp_path / "resumed", checkpoint=tmp_path / "whole" / "step=3.ckpt")
     assert after.sizes == {step: size for step, size in seen.sizes.items() if step >= 3}
     for name, weight in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], weight), name
@@ -58,4 +58,4 @@ def test_sizes_follow_the_borders_and_a_resumed_run_ends_alike(tmp_path: Path) -
 
 def test_training_without_an_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"trainer\.max_steps: expected a number above 0, or one in trainer"):
-        fitted(tmp_path, max_steps=-1)
+        fit(tmp_path, max_steps=-1)

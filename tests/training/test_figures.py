@@ -18,7 +18,7 @@ from refusion_lit.training.validation import Validation
 LOSS = LossOutput(sums=torch.tensor([6.0, 1.0]), counts=torch.tensor([9.0, 9.0]), terms={"ar": 1.0, "mdm": 0.5})
 
 
-def _corrupted(key: int = 0) -> CorruptedBatch:
+def _make_corrupted(key: int = 0) -> CorruptedBatch:
     ids = torch.full((2, 5), key)
     return CorruptedBatch(
         input_ids=ids,
@@ -33,7 +33,7 @@ def _corrupted(key: int = 0) -> CorruptedBatch:
 
 def _one_step(training_figures: TrainingFigures) -> None:
     step = OptimizerStep([_clean("a", "b")])
-    step.begin([_corrupted()])
+    step.begin([_make_corrupted()])
     training_figures.begin_step(step)
     training_figures.add(replace(LOSS, counts=step.take(0).counts))
 
@@ -73,7 +73,7 @@ def test_the_clock_of_the_steps_stands_still_in_a_validation(monkeypatch: pytest
 def test_each_micro_batch_of_a_step_has_the_counts_of_the_step() -> None:
     training_figures = TrainingFigures()
     step = OptimizerStep([_clean("a"), _clean("b"), _clean("c")])
-    step.begin([_corrupted(1), _corrupted(2), _corrupted(3)])
+    step.begin([_make_corrupted(1), _make_corrupted(2), _make_corrupted(3)])
     training_figures.begin_step(step)
     for number in (1, 2, 3):
         corrupted = step.take(number - 1)

@@ -277,7 +277,7 @@ def test_a_decoder_name_that_cannot_be_a_file_is_refused_at_once(name: str) -> N
 def test_computed_positions_are_counted_over_a_resumed_run(tmp_path: Path, objective: Objective) -> None:
     from lightning.pytorch.loggers import CSVLogger
 
-    def counted(num_steps: int, checkpoint: str | None = None) -> tuple[list[float], int]:
+    def count_steps(num_steps: int, checkpoint: str | None = None) -> tuple[list[float], int]:
         module, data = _parts()
         module.objective = objective
         widths: list[int] = []
@@ -292,9 +292,9 @@ def test_computed_positions_are_counted_over_a_resumed_run(tmp_path: Path, objec
         assert all(float(row["train/positions_per_second"]) > 0 for row in rows[1:])
         return [float(row["train/num_positions"]) for row in rows], sum(widths)
 
-    first, computed = counted(2)
+    first, computed = count_steps(2)
     assert first[-1] == computed
-    then, more = counted(5, str(tmp_path / "last.ckpt"))
+    then, more = count_steps(5, str(tmp_path / "last.ckpt"))
     assert then[-1] == computed + more
     assert then == sorted(then)
 

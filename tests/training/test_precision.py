@@ -48,7 +48,7 @@ def _trainer(directory: Path, precision: str) -> L.Trainer:
     )  # fmt: skip
 
 
-def _expected(precision: str) -> list[list[int]]:
+def _expected_ids(precision: str) -> list[list[int]]:
     """Decode without Lightning."""
     module, data = _parts()
     model = module.text_model().backbone.to(DTYPES[precision])
@@ -62,7 +62,7 @@ def test_test_and_predict_decode_in_every_precision(tmp_path: Path, precision: s
     module, data = _parts()
     predictions = [line for batch in _trainer(tmp_path, precision).predict(module, data) for line in batch]
     assert {p.dtype for p in module.model.parameters()} == {DTYPES[precision]}
-    assert [line["response_ids"] for line in predictions] == _expected(precision)
+    assert [line["response_ids"] for line in predictions] == _expected_ids(precision)
     module, data = _parts()
     _trainer(tmp_path, precision).test(module, data, verbose=False)
     figures = module.evaluation.results["refusion"]

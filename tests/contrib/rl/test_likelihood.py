@@ -39,7 +39,7 @@ def make_batch(responses: Sequence[Sequence[int]], prompts: Sequence[Sequence[in
     )
 
 
-def laid(model: Backbone, objective: GroupPolicy, batch: ResponseBatch, epoch: int = 0) -> LaidOut:
+def corrupt(model: Backbone, objective: GroupPolicy, batch: ResponseBatch, epoch: int = 0) -> LaidOut:
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=epoch)
     return objective.corrupt(batch, noise, model.special_tokens)
 
@@ -55,12 +55,12 @@ def answers(
     """Return the log-likelihood (or an estimate of it) of each answer."""
     objective = GroupPolicy(likelihood=likelihood, temperature=temperature, unit="sequence")
     with torch.no_grad():
-        corrupted = laid(model, objective, batch, epoch)
+        corrupted = corrupt(model, objective, batch, epoch)
         values = (token_values(model, objective, corrupted) * corrupted.weights.double()).sum(1)
     return values.view(corrupted.num_views, -1).sum(0)
 
 
-def allowed(model: Backbone) -> list[int]:
+def allowed_ids(model: Backbone) -> list[int]:
     return [token for token in range(model.special_tokens.vocab_size) if token not in (PAD, MASK)]
 
 
@@ -71,7 +71,7 @@ def small(model: Backbone, num_letters: int) -> Backbone:
 
 
 def every_answer(model: Backbone, limit: int) -> list[tuple[int, ...]]:
-    letters = [token for token in allowed(model) if token != EOS]
+    letters = [token for token in allowed_ids(model) if token != EOS]
     ended = [(*word, EOS) for n in range(limit) for word in product(letters, repeat=n)]
     return ended + list(product(letters, repeat=limit))
 
@@ -93,7 +93,7 @@ def test_exact_likelihoods_are_proper_distributions(
     assert float(total) == pytest.approx(1.0, abs=1e-12)
 
 
-def sampled(
+def sample(
     model: Backbone, decoder: Decoder, temperature: float = 1.0, limit: int = 10
 ) -> tuple[list[tuple[int, ...]], list[dict[int, float]], list[Trajectory]]:
     prompts = [Prompt(token_ids=tuple(3 + (i * j) % 9 for j in range(1 + i % 4)), id=f"p{i}") for i in range(6)]
@@ -121,10 +121,10 @@ def sampled(
 )
 def test_replayed_probabilities_are_those_of_the_decode(likelihood: Likelihood, decoder: Decoder) -> None:
     model = tiny_backbone(likelihood.traits)
-    texts, engine, trajectories = sampled(model, decoder)
+    texts, engine, trajectories = sample(model, decoder)
     batch = make_batch(texts, [trajectory.prompt_ids.tolist() for trajectory in trajectories])
     objective = GroupPolicy(likelihood=likelihood)
-    corrupted = laid(model, objective, batch)
+    corrupted = corrupt(model, objective, batch)
     with torch.no_grad():
         hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
     plain = objective.log_probabilities(hidden, model.head, corrupted)[1]
@@ -185,7 +185,7 @@ def test_rounds_replay_every_draft_that_was_followed(fused: bool, infill: str, t
     batch = make_batch([row.token_ids for row in output.rows], [prompt.token_ids for prompt in prompts])
     batch = replace(batch, trajectories=trajectories)
     objective = GroupPolicy(likelihood=likelihood)
-    corrupted = laid(model, objective, batch)
+    corrupted = corrupt(model, objective, batch)
     with torch.no_grad():
         hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
     plain = objective.log_probabilities(hidden, model.head, corrupted)[1]
@@ -277,7 +277,7 @@ def test_the_bound_is_unbiased_and_coupling_lowers_its_variance() -> None:
     exact = order_bound(model, text)
     objective = GroupPolicy(likelihood=likelihood, unit="sequence")
     batch = replace(make_batch([text] * 4000), sample_keys=torch.arange(4000) * 77 + 1)
-    corrupted = laid(model, objective, batch)
+    corrupted = corrupt(model, objective, batch)
     with torch.no_grad():
         values = (token_values(model, objective, corrupted) * corrupted.weights.double()).sum(1)
     first, second = values.view(2, -1)
@@ -319,7 +319,7 @@ def test_the_bound_of_blocks_is_unbiased(text: tuple[int, ...]) -> None:
         values = answers(model, BlockBound(block_size=size, num_samples=num_samples), batch)
         error = max(4.5 * float(values.std()) / num_rows**0.5, 1e-6)  # transformers' norms compute in float32
         assert abs(float(values.mean()) - exact) < error
-    corrupted = laid(model, GroupPolicy(likelihood=BlockBound(block_size=size), unit="sequence"), batch)
+    corrupted = corrupt(model, GroupPolicy(likelihood=BlockBound(block_size=size), unit="sequence"), batch)
     width = corrupted.labels.shape[1] // 2
     in_block = (corrupted.labels[:, :width].unflatten(1, (-1, size)) >= 0).any(2)
     first, last = len(PROMPT) // size, (len(PROMPT) + len(text) - 1) // size

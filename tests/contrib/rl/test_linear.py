@@ -10,7 +10,7 @@ import torch
 from experiments.policy_estimators.likelihoods import BlockBound, LinearPolicy, MaskedBound, SlotBound
 from torch import Tensor
 
-from contrib.rl.test_objective import ADVANTAGES, answered, compute_loss, gradient
+from contrib.rl.test_objective import ADVANTAGES, compute_loss, corrupt_texts, gradient
 from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, Likelihood
 from refusion_lit.contrib.rl.likelihood import LaidOut
 from support.fakes import tiny_backbone
@@ -18,7 +18,7 @@ from support.fakes import tiny_backbone
 BOUNDS = [MaskedBound(num_samples=3), SlotBound(slot_size=2, num_samples=2), BlockBound(block_size=4, num_samples=3)]
 
 
-def drifted(values: Tensor, corrupted: LaidOut, seed: int, size: float = 1.0) -> Tensor:
+def drift(values: Tensor, corrupted: LaidOut, seed: int, size: float = 1.0) -> Tensor:
     """Return old log-probabilities at random distances from today's."""
     noise = torch.randn(values.shape, generator=torch.Generator().manual_seed(seed), dtype=values.dtype)
     return (values.detach() + size * noise).where(corrupted.labels >= 0, 0.0)
@@ -29,7 +29,7 @@ def test_the_first_update_has_the_gradient_of_the_group_policy(likelihood: Likel
     model = tiny_backbone(likelihood.traits)
     results = []
     for objective in (GroupPolicy(likelihood=likelihood, unit="sequence"), LinearPolicy(likelihood=likelihood)):
-        corrupted = answered(model, objective)
+        corrupted = corrupt_texts(model, objective)
         hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible).detach().requires_grad_()
         loss = objective.loss(hidden, model.head, corrupted)
         results.append((loss.sums.detach(), *torch.autograd.grad(loss.total, hidden)))
@@ -47,10 +47,10 @@ def test_it_is_never_above_the_gain_without_clipping(sign: float, num_samples: i
     model = tiny_backbone(likelihood.traits)
     unclipped = GroupPolicy(likelihood=likelihood, unit="sequence", clip_low=1.0, clip_high=1e9)
     for seed in range(20):
-        corrupted = answered(model, unclipped)
+        corrupted = corrupt_texts(model, unclipped)
         hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible).detach()
         values = unclipped.log_probabilities(hidden, model.head, corrupted)[0]
-        corrupted = replace(corrupted, old=drifted(values, corrupted, seed, 0.1 + seed % 4))
+        corrupted = replace(corrupted, old=drift(values, corrupted, seed, 0.1 + seed % 4))
         for number in range(len(ADVANTAGES)):
             alone = torch.zeros_like(ADVANTAGES)
             alone[number] = sign * ADVANTAGES[number].abs()
@@ -76,13 +76,13 @@ def select_sample(corrupted: LaidOut, num_samples: int, number: int) -> LaidOut:
 
 @pytest.mark.parametrize("likelihood", BOUNDS, ids=repr)
 def test_gradients_of_single_samples_add_up(likelihood: Any) -> None:
-    """One sample at a time is in memory; the ratio of GroupPolicy needs all of them at once."""
+    """LinearPolicy may run its samples one by one, to save memory; GroupPolicy's ratio needs all samples at once."""
     model = tiny_backbone(likelihood.traits)
     for objective in (LinearPolicy(likelihood=likelihood), GroupPolicy(likelihood=likelihood, unit="sequence")):
-        corrupted = answered(model, objective)
+        corrupted = corrupt_texts(model, objective)
         hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
         values = objective.log_probabilities(hidden, model.head, corrupted)[0]
-        corrupted = replace(corrupted, old=drifted(values, corrupted, 0))
+        corrupted = replace(corrupted, old=drift(values, corrupted, 0))
         whole = compute_loss(model, objective, corrupted)
         expected = gradient(model, whole.total)
         value, total = 0.0, torch.zeros_like(expected)
@@ -90,9 +90,14 @@ def test_gradients_of_single_samples_add_up(likelihood: Any) -> None:
             part = compute_loss(model, objective, select_sample(corrupted, likelihood.num_samples, number))
             value += float(part.sums.detach()[0])
             total += gradient(model, part.total)
-        is_sum = isinstance(objective, LinearPolicy)
-        assert (value == pytest.approx(float(whole.sums.detach()[0]), abs=1e-6)) == is_sum
-        assert torch.allclose(total, expected, rtol=1e-5, atol=1e-6) == is_sum
+        same_value = value == pytest.approx(float(whole.sums.detach()[0]), abs=1e-6)
+        same_gradient = torch.allclose(total, expected, rtol=1e-5, atol=1e-6)
+        if isinstance(objective, LinearPolicy):
+            assert same_value
+            assert same_gradient
+        else:
+            assert not same_value
+            assert not same_gradient
         assert float(expected.abs().max()) > 1e-2
 
 

@@ -15,7 +15,7 @@ from experiments.policy_estimators.likelihoods import MaskedBound, Rounds
 from hypothesis import settings
 from torch import Tensor
 
-from contrib.rl.test_likelihood import answers, every_answer, laid, make_batch, small
+from contrib.rl.test_likelihood import answers, corrupt, every_answer, make_batch, small
 from modeling.fused.test_invariant import backbone
 from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, NextToken, TrajectoryRecorder
 from refusion_lit.contrib.rl.likelihood import LaidOut
@@ -41,8 +41,8 @@ def compute_loss(model: Backbone, objective: GroupPolicy, corrupted: LaidOut) ->
     return objective.loss(hidden, model.head, corrupted)
 
 
-def answered(model: Backbone, objective: GroupPolicy, advantages: Tensor = ADVANTAGES) -> LaidOut:
-    return laid(model, objective, replace(make_batch(TEXTS), advantages=advantages))
+def corrupt_texts(model: Backbone, objective: GroupPolicy, advantages: Tensor = ADVANTAGES) -> LaidOut:
+    return corrupt(model, objective, replace(make_batch(TEXTS), advantages=advantages))
 
 
 def log_probabilities(model: Backbone, objective: GroupPolicy, corrupted: LaidOut) -> Tensor:
@@ -60,14 +60,14 @@ def gradient(model: Backbone, value: Tensor) -> Tensor:
 def test_the_first_update_has_ratio_one_and_the_value_of_the_advantages(unit: str) -> None:
     model = hybrid()
     objective = GroupPolicy(likelihood=LeftToRight(slot_size=2), unit=unit, max_new_tokens=20)
-    loss = compute_loss(model, objective, answered(model, objective))
+    loss = compute_loss(model, objective, corrupt_texts(model, objective))
     means = loss.named_means()
     weights = torch.tensor([len(text) if unit == "token" else 20 for text in TEXTS]).double() / 20
     assert float(means["policy"]) == pytest.approx(-float((weights * ADVANTAGES).mean()), abs=1e-12)
     assert float(means["clipped_low"]) == float(means["clipped_high"]) == 0
     assert float(means["entropy"]) > 0
-    old = log_probabilities(model, objective, answered(model, objective)).detach()
-    again = compute_loss(model, objective, replace(answered(model, objective), old=old))
+    old = log_probabilities(model, objective, corrupt_texts(model, objective)).detach()
+    again = compute_loss(model, objective, replace(corrupt_texts(model, objective), old=old))
     torch.testing.assert_close(again.sums, loss.sums, rtol=0, atol=1e-12)
 
 
@@ -75,7 +75,7 @@ def test_the_first_update_has_ratio_one_and_the_value_of_the_advantages(unit: st
 def test_clipping_acts_past_its_bounds_alone(unit: str) -> None:
     model = hybrid()
     objective = GroupPolicy(likelihood=LeftToRight(slot_size=2), unit=unit, clip_low=0.2, clip_high=0.3)
-    corrupted = answered(model, objective)
+    corrupted = corrupt_texts(model, objective)
     values = log_probabilities(model, objective, corrupted).detach()
     labelled = corrupted.labels >= 0
     for ratio, low, high in [(1.29, False, False), (1.31, False, True), (0.81, False, False), (0.79, True, False)]:
@@ -95,7 +95,7 @@ def test_equal_rewards_give_no_gradient() -> None:
     model = hybrid()
     objective = GroupPolicy(likelihood=LeftToRight(slot_size=2))
     advantages = group_advantages(torch.full((1, 3), 0.1, dtype=torch.float64), scale=True)
-    loss = compute_loss(model, objective, answered(model, objective, advantages[0]))
+    loss = compute_loss(model, objective, corrupt_texts(model, objective, advantages[0]))
     assert (gradient(model, loss.total) == 0).all()
 
 
@@ -108,18 +108,18 @@ def test_the_gradient_is_that_of_the_expected_reward(likelihood: NextToken | Lef
     rewards = torch.tensor([float(len(set(text))) - 0.3 * text.count(3) for text in texts], dtype=torch.float64)
     objective = GroupPolicy(likelihood=likelihood, temperature=temperature, max_new_tokens=3)
     batch = make_batch(texts)
-    plain = laid(model, objective, batch)
+    plain = corrupt(model, objective, batch)
     sums = log_probabilities(model, objective, plain).sum(1)
     expected = gradient(model, (sums.exp() * rewards).sum())
     weights = sums.detach().exp() * rewards
-    corrupted = laid(model, objective, replace(batch, advantages=weights))
+    corrupted = corrupt(model, objective, replace(batch, advantages=weights))
     loss = compute_loss(model, objective, corrupted)
     slopes = gradient(model, -loss.sums[0] * 3)  # the budget
     torch.testing.assert_close(slopes, expected, rtol=1e-9, atol=1e-12)
 
 
 @cache
-def drawn() -> Counter[tuple[int, ...]]:
+def count_draws() -> Counter[tuple[int, ...]]:
     """Return how often each text of at most three tokens is drawn: 12 000 times; 100 000 times under ``thorough``.
 
     100 000 draws take half a minute of the processor; the two tests below share them. All prompts are equal:
@@ -142,8 +142,8 @@ def test_answers_are_drawn_as_often_as_their_likelihood_says() -> None:
     model = small(tiny_backbone(likelihood.traits), 2)
     texts = every_answer(model, 3)
     probability = answers(model, likelihood, make_batch(texts)).exp()
-    counts = torch.tensor([drawn()[text] for text in texts]).double()
-    size = drawn().total()
+    counts = torch.tensor([count_draws()[text] for text in texts]).double()
+    size = count_draws().total()
     deviations = (counts - size * probability) / (size * probability * (1 - probability)).sqrt()
     assert float(counts.sum()) == size >= 12_000
     assert float(deviations.abs().max()) < 4.5
@@ -156,18 +156,20 @@ def test_the_estimate_from_answers_that_were_drawn_agrees_with_the_expected_grad
     texts = every_answer(model, 3)
     objective = GroupPolicy(likelihood=likelihood, max_new_tokens=3)
     rewards = torch.tensor([float(len(set(text))) - 0.3 * text.count(3) for text in texts], dtype=torch.float64)
-    sums = log_probabilities(model, objective, laid(model, objective, make_batch(texts))).sum(1)
+    sums = log_probabilities(model, objective, corrupt(model, objective, make_batch(texts))).sum(1)
     expected = gradient(model, (sums.exp() * rewards).sum())
-    counts = torch.tensor([drawn()[text] for text in texts])
+    counts = torch.tensor([count_draws()[text] for text in texts])
     indices = torch.arange(len(texts)).repeat_interleave(counts)
     advantages = group_advantages(rewards[indices][None], scale=False)[0]
     directions = torch.randn(5, len(expected), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     slopes = []
     for index in range(len(texts)):
-        sums = log_probabilities(model, objective, laid(model, objective, make_batch(texts[index : index + 1]))).sum()
+        sums = log_probabilities(
+            model, objective, corrupt(model, objective, make_batch(texts[index : index + 1]))
+        ).sum()
         slopes.append(directions @ gradient(model, sums))
     values = torch.stack(slopes)[indices] * advantages[:, None]
-    errors = values.std(0) / drawn().total() ** 0.5
+    errors = values.std(0) / count_draws().total() ** 0.5
     assert float(((values.mean(0) - directions @ expected) / errors).abs().max()) < 4
     assert float((directions @ expected / errors).abs().max()) > 100
 
@@ -184,7 +186,7 @@ def test_drafts_save_forwards_and_leave_texts_and_loss_as_they_are() -> None:
         decoder = SelfSpeculative(slot_size=4, num_drafts=num_drafts, layout="single_forward")
         rows = decode(model, decoder, prompts, sampling, batch_size=8).rows
         batch = replace(make_batch([row.token_ids for row in rows]), advantages=advantages)
-        loss = compute_loss(model, objective, laid(model, objective, batch))
+        loss = compute_loss(model, objective, corrupt(model, objective, batch))
         results.append((sum(row.num_forwards for row in rows), [row.token_ids for row in rows], loss.sums))
     (plain, texts, expected), (drafted, other_texts, sums) = results
     assert drafted < plain
@@ -205,7 +207,7 @@ def test_mismatch_of_engine_and_trainer_is_that_of_the_forward_with_gradients() 
     rows = decode(model, Autoregressive(), prompts, sampling, batch_size=4, callbacks=[recorder], trace=True).rows
     texts = [row.token_ids for row in rows]
     objective = GroupPolicy()
-    corrupted = laid(model, objective, make_batch(texts, [prompt.token_ids for prompt in prompts]))
+    corrupted = corrupt(model, objective, make_batch(texts, [prompt.token_ids for prompt in prompts]))
     assert corrupted.places is not None
     targets = corrupted.labels >= 0
     engine = torch.zeros(corrupted.labels.shape, dtype=torch.float64)
@@ -227,7 +229,7 @@ def test_old_log_probabilities_are_those_of_the_first_update_to_the_last_bit(chu
     """They come without gradients, as before several updates on the same answers."""
     model = backbone("qwen3", torch.float32)
     objective = GroupPolicy(likelihood=LeftToRight(slot_size=2), chunk_size=chunk_size)
-    corrupted = answered(model, objective)
+    corrupted = corrupt_texts(model, objective)
     with torch.no_grad():
         old = log_probabilities(model, objective, corrupted)
     values = log_probabilities(model, objective, corrupted)
@@ -247,7 +249,7 @@ def test_the_mean_of_the_engines_k3_is_its_divergence_from_the_trainer() -> None
         make_batch([(token,) for token in tokens]), advantages=torch.zeros(len(tokens), dtype=torch.float64)
     )
     engine = torch.randn(len(tokens), generator=torch.Generator().manual_seed(1), dtype=torch.float64).log_softmax(0)
-    corrupted = laid(model, objective, batch)
+    corrupted = corrupt(model, objective, batch)
     hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible).detach()
     trainer = head(hidden[0, 2:3])[0].detach().double().log_softmax(0)
     total = 0.0
@@ -316,7 +318,7 @@ def test_the_expected_gradient_of_k2_is_that_of_the_divergence() -> None:
     objective = GroupPolicy(likelihood=likelihood, kl_weight=1.0, unit="sequence")
     texts = [(token,) for token in (EOS, 3, 4)]
     batch = replace(make_batch(texts), advantages=torch.zeros(3, dtype=torch.float64))
-    corrupted = laid(model, objective, batch)
+    corrupted = corrupt(model, objective, batch)
     # With respect to hidden states: transformers' norms compute in float32, also backwards.
     hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)[:1].detach().requires_grad_()
     values = objective.log_probabilities(hidden.expand(3, -1, -1), model.head, corrupted)[0]
@@ -326,7 +328,7 @@ def test_the_expected_gradient_of_k2_is_that_of_the_divergence() -> None:
     dense = reference[:, None].expand_as(values)
     total = torch.zeros_like(expected)
     for number in range(3):
-        sample = laid(
+        sample = corrupt(
             model, objective, replace(make_batch(texts[number : number + 1]), advantages=torch.zeros(1).double())
         )
         loss = objective.loss(hidden, model.head, replace(sample, reference=dense[number : number + 1]))
@@ -363,7 +365,7 @@ def test_the_engine_is_compared_by_k3_and_the_reference_by_k2() -> None:
     model = small(tiny_backbone(NextToken().traits), 2)
     objective = GroupPolicy(unit="sequence")
     batch = replace(make_batch([(token,) for token in (EOS, 3, 4)]), advantages=torch.zeros(3, dtype=torch.float64))
-    corrupted = laid(model, objective, batch)
+    corrupted = corrupt(model, objective, batch)
     other = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()[:, None].expand(corrupted.labels.shape)
     other = other.where(corrupted.labels >= 0, torch.nan)
     hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible).detach()

@@ -86,7 +86,7 @@ class Recorded(SlotDiffusionModule):
         torch.save(weights, f"{self.path}.{self.trainer.global_rank}")
 
 
-def fitted(
+def fit(
     folder: Path,
     objective: GroupPolicy = OBJECTIVE,
     *,
@@ -209,8 +209,8 @@ def test_a_resumed_run_ends_where_the_unbroken_one_does(tmp_path: Path, num_upda
     """Also between two updates on the same answers."""
     objective = replace(OBJECTIVE, num_updates=num_updates)
     single: Any = {"precision": "32-true", "steps": 5}
-    _, expected = fitted(tmp_path / "whole", objective, **single)
-    _, actual = fitted(tmp_path / "resumed", objective, ckpt_path=tmp_path / "whole" / "step=2.ckpt", **single)
+    _, expected = fit(tmp_path / "whole", objective, **single)
+    _, actual = fit(tmp_path / "resumed", objective, ckpt_path=tmp_path / "whole" / "step=2.ckpt", **single)
     assert_equal(actual, expected)
     stored = torch.load(tmp_path / "whole" / "step=2.ckpt", weights_only=True)["state_dict"]
     assert any(not torch.equal(stored[f"backbone.{name}"], value) for name, value in expected.items())
@@ -218,18 +218,18 @@ def test_a_resumed_run_ends_where_the_unbroken_one_does(tmp_path: Path, num_upda
 
 def test_a_second_fit_rolls_out_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one ends with updates left on its answers, to another task's questions."""
-    module, _ = fitted(tmp_path, replace(OBJECTIVE, num_updates=4), steps=1)
+    module, _ = fit(tmp_path, replace(OBJECTIVE, num_updates=4), steps=1)
     assert module.step_source is not None
     assert module.step_source.pending
     decoded: list[str] = []
     decode = Rollouts._decode_groups
 
-    def recorded(self: Rollouts, prompts: Sequence[Prompt], number: int) -> Any:
+    def record(self: Rollouts, prompts: Sequence[Prompt], number: int) -> Any:
         decoded.extend(prompt.id for prompt in prompts)
         return decode(self, prompts, number)
 
-    monkeypatch.setattr(Rollouts, "_decode_groups", recorded)
-    task = InstructionFiles(train=str(written(tmp_path / "other.jsonl", 16)), validation_fraction=0.5)
+    monkeypatch.setattr(Rollouts, "_decode_groups", record)
+    task = InstructionFiles(train=str(write_rows(tmp_path / "other.jsonl", 16)), validation_fraction=0.5)
     trainer = L.Trainer(
         accelerator="cpu", max_steps=1, logger=False, limit_val_batches=0, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, precision="64-true",
@@ -238,21 +238,21 @@ def test_a_second_fit_rolls_out_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(decoded) == 4
 
 
-def written(path: Path, num_rows: int) -> Path:
+def write_rows(path: Path, num_rows: int) -> Path:
     path.write_text("".join(json.dumps({"query": f"{i}+1", "response": str(i + 1)}) + "\n" for i in range(num_rows)))
     return path
 
 
 def test_dropout_is_refused_as_it_changes_likelihoods(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.backbone\.lora\.dropout: expected no dropout.* got 0\.3"):
-        fitted(tmp_path, lora=LoraOptions(rank=2, alpha=4.0, dropout=0.3))
+        fit(tmp_path, lora=LoraOptions(rank=2, alpha=4.0, dropout=0.3))
 
 
 def test_code_that_may_not_run_is_no_reward(tmp_path: Path) -> None:
     rows = [MBPP | {"task_id": number} for number in (11, 511, *range(601, 609))]
     task = Mbpp(files=write_jsonl(tmp_path / "mbpp.jsonl", rows))
     with pytest.raises(ValueError, match="allow_code_execution: expected true"):
-        fitted(tmp_path / "run", replace(OBJECTIVE, rewards=()), task=task)
+        fit(tmp_path / "run", replace(OBJECTIVE, rewards=()), task=task)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_killed_run_ends_where_the_unbroken_one_does(
 ) -> None:
     """The process is killed while the third answers are rewarded, and in the third update."""
     single: Any = {"precision": "32-true", "steps": 4}
-    _, expected = fitted(tmp_path / "whole", **single)
+    _, expected = fit(tmp_path / "whole", **single)
     original, num_calls = getattr(owner, method), 0
 
     def deadly(*args: Any, **options: Any) -> Any:
@@ -277,13 +277,13 @@ def test_a_killed_run_ends_where_the_unbroken_one_does(
 
     with monkeypatch.context() as patched:
         patched.setattr(owner, method, deadly)
-        process = get_context("fork").Process(target=fitted, args=(tmp_path / "killed",), kwargs=single)
+        process = get_context("fork").Process(target=fit, args=(tmp_path / "killed",), kwargs=single)
         process.start()
         process.join()
     assert process.exitcode == -signal.SIGKILL
     saved = sorted(path.name for path in (tmp_path / "killed").glob("*.ckpt"))
     assert saved == ["step=1.ckpt", "step=2.ckpt"]
-    _, actual = fitted(tmp_path / "resumed", ckpt_path=tmp_path / "killed" / saved[-1], **single)
+    _, actual = fit(tmp_path / "resumed", ckpt_path=tmp_path / "killed" / saved[-1], **single)
     assert_equal(actual, expected)
 
 
@@ -291,8 +291,8 @@ def test_a_killed_run_ends_where_the_unbroken_one_does(
 def test_two_processes_have_the_gradient_of_one(tmp_path: Path, lora: LoraOptions | None) -> None:
     """With adapters, the base without them is the reference in both processes."""
     objective = OBJECTIVE if lora is None else replace(OBJECTIVE, kl_weight=0.1)
-    _, expected = fitted(tmp_path / "one", objective, steps=2, batch_size=4, accumulate_grad_batches=1, lora=lora)
-    _, actual = fitted(tmp_path / "two", objective, steps=2, batch_size=2, devices=2, strategy="ddp_fork", lora=lora)
+    _, expected = fit(tmp_path / "one", objective, steps=2, batch_size=4, accumulate_grad_batches=1, lora=lora)
+    _, actual = fit(tmp_path / "two", objective, steps=2, batch_size=2, devices=2, strategy="ddp_fork", lora=lora)
     assert_equal(actual, expected, rtol=1e-7, atol=1e-9)
     trained = [bool(value.any()) for name, value in actual.items() if "lora_b" in name.lower()]  # zero at first
     assert trained if lora else not trained
@@ -301,13 +301,13 @@ def test_two_processes_have_the_gradient_of_one(tmp_path: Path, lora: LoraOption
 
 def test_an_adapter_learns_beside_its_frozen_reference(tmp_path: Path) -> None:
     objective = replace(OBJECTIVE, kl_weight=0.1)
-    module, weights = fitted(tmp_path, objective, lora=LoraOptions(rank=2))
+    module, weights = fit(tmp_path, objective, lora=LoraOptions(rank=2))
     assert module.trainer.callback_metrics["train/kl"] > 0
     assert {name for name in weights if "lora" in name.lower()}
 
 
 def test_what_a_rollout_showed_is_logged(tmp_path: Path) -> None:
-    module, _ = fitted(tmp_path, steps=1)
+    module, _ = fit(tmp_path, steps=1)
     logged = {name.removeprefix("train/"): float(value) for name, value in module.trainer.callback_metrics.items()}
     assert 0 < logged["reward"] <= 1
     assert 0.5 < logged["distinct_answers"] <= 1
@@ -321,7 +321,7 @@ def test_what_a_rollout_showed_is_logged(tmp_path: Path) -> None:
 
 def test_a_rollout_is_logged_between_updates_too(tmp_path: Path) -> None:
     """Answers are drawn in every second step, and every other one is logged."""
-    module, _ = fitted(tmp_path, replace(OBJECTIVE, num_updates=2), steps=2, log_every_n_steps=2)
+    module, _ = fit(tmp_path, replace(OBJECTIVE, num_updates=2), steps=2, log_every_n_steps=2)
     assert 0 < float(module.trainer.callback_metrics["train/reward"]) <= 1
 
 
@@ -343,7 +343,7 @@ def test_a_shorter_last_step_of_an_epoch_has_answers_of_its_own(
     monkeypatch.setattr(OptimizerStep, "begin", begin)
     monkeypatch.setattr(OptimizerStep, "take", take)
     objective = replace(OBJECTIVE, num_updates=3, group_size=2, max_new_tokens=2)
-    fitted(tmp_path, objective, steps=4, batch_size=16, accumulate_grad_batches=3)
+    fit(tmp_path, objective, steps=4, batch_size=16, accumulate_grad_batches=3)
     assert begun == [3, -1, -1, -1, 1, -1] * 2
 
 
@@ -353,7 +353,7 @@ def test_rewards_that_teach_nothing_change_nothing(tmp_path: Path, how: str, wha
     weights = []
     for steps in (1, 2):
         with pytest.warns(UserWarning, match=rf"^Broken\.rewards: .*{what}"):
-            weights.append(fitted(tmp_path / str(steps), objective, steps=steps)[1])
+            weights.append(fit(tmp_path / str(steps), objective, steps=steps)[1])
     assert_equal(*weights)
 
 
@@ -376,7 +376,7 @@ def test_a_broken_reward_ends_the_run_in_one_line(
 ) -> None:
     monkeypatch.setattr(rollouts, "REWARD_SECONDS", 0.2)
     with pytest.raises(ValueError, match=rf"^Broken\.rewards: expected [^\n]*{message}[^\n]*$"):
-        fitted(tmp_path, replace(OBJECTIVE, rewards=(Broken(how=how),)))
+        fit(tmp_path, replace(OBJECTIVE, rewards=(Broken(how=how),)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,20 +398,20 @@ def test_a_run_that_a_reward_ended_goes_on_as_if_it_had_not(tmp_path: Path) -> N
     single: Any = {"precision": "32-true", "steps": 4}
     FailsOnce.calls.clear()
     with pytest.raises(ValueError, match="the judge is out"):
-        fitted(tmp_path / "ended", objective, **single)
-    _, resumed = fitted(tmp_path / "resumed", objective, ckpt_path=tmp_path / "ended" / "step=2.ckpt", **single)
-    _, whole = fitted(tmp_path / "whole", objective, **single)
+        fit(tmp_path / "ended", objective, **single)
+    _, resumed = fit(tmp_path / "resumed", objective, ckpt_path=tmp_path / "ended" / "step=2.ckpt", **single)
+    _, whole = fit(tmp_path / "whole", objective, **single)
     assert_equal(resumed, whole)
 
 
 def test_a_run_resumed_with_another_reward_is_refused(tmp_path: Path) -> None:
-    fitted(tmp_path, steps=1)
+    fit(tmp_path, steps=1)
     other = replace(OBJECTIVE, rewards=(ManyDigits(weight=2.0),))
     with pytest.raises(ValueError, match=r"^objective\.rewards: expected .*'weight': 1\.0.* got .*'weight': 2\.0"):
-        fitted(tmp_path / "resumed", other, ckpt_path=tmp_path / "step=1.ckpt")
+        fit(tmp_path / "resumed", other, ckpt_path=tmp_path / "step=1.ckpt")
     namesake = type("ManyDigits", (ManyDigits,), {"__module__": "elsewhere"})
     with pytest.raises(ValueError, match=r"^objective\.rewards: expected .* got .*elsewhere"):
-        fitted(tmp_path / "resumed", replace(OBJECTIVE, rewards=(namesake(),)), ckpt_path=tmp_path / "step=1.ckpt")
+        fit(tmp_path / "resumed", replace(OBJECTIVE, rewards=(namesake(),)), ckpt_path=tmp_path / "step=1.ckpt")
 
 
 class PlainTask(Task):
@@ -431,9 +431,9 @@ class PlainTask(Task):
 def test_a_run_is_resumed_whose_task_rewards(tmp_path: Path) -> None:
     objective = replace(OBJECTIVE, rewards=())
     single: Any = {"precision": "32-true", "steps": 2}
-    _, whole = fitted(tmp_path, objective, task=PlainTask(), **single)
+    _, whole = fit(tmp_path, objective, task=PlainTask(), **single)
     last = tmp_path / "step=1.ckpt"
-    _, resumed = fitted(tmp_path / "resumed", objective, task=PlainTask(), ckpt_path=last, **single)
+    _, resumed = fit(tmp_path / "resumed", objective, task=PlainTask(), ckpt_path=last, **single)
     assert_equal(resumed, whole)
 
 
@@ -450,5 +450,5 @@ def test_a_run_is_resumed_whose_task_rewards(tmp_path: Path) -> None:
 )
 def test_impossible_runs_are_refused_before_work(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fitted(tmp_path, **options)
+        fit(tmp_path, **options)
     assert not list(tmp_path.glob("*.ckpt"))

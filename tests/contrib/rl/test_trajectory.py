@@ -18,7 +18,7 @@ from support.subclasses import concrete_subclasses
 PROMPTS = [Prompt(token_ids=(3, 4, 5), id="a"), Prompt(token_ids=(6, 3), id="b"), Prompt(token_ids=(4,), id="c")]
 
 
-def recorded(decoder: Decoder, model: HashModel, sampling: SamplingParams, *, trace: bool = False) -> list[Trajectory]:
+def record(decoder: Decoder, model: HashModel, sampling: SamplingParams, *, trace: bool = False) -> list[Trajectory]:
     recorder = TrajectoryRecorder(decoder)
     decode(model, decoder, PROMPTS, sampling, batch_size=2, callbacks=[recorder], trace=trace)
     return [recorder.trajectories[index] for index in range(len(PROMPTS))]
@@ -49,7 +49,7 @@ def test_every_decoders_record_agrees_with_its_text(cls: type[Decoder], data: st
 
 def test_a_next_token_model_commits_one_token_a_round() -> None:
     model = HashModel(traits=ModelTraits(predictions=("next_token",)), ends=frozenset())
-    for trajectory in recorded(Autoregressive(), model, SamplingParams(max_new_tokens=7)):
+    for trajectory in record(Autoregressive(), model, SamplingParams(max_new_tokens=7)):
         assert trajectory.rounds[: trajectory.num_tokens].tolist() == list(range(1, trajectory.num_tokens + 1))
         assert trajectory.order[: trajectory.num_tokens].tolist() == list(range(trajectory.num_tokens))
         assert trajectory.slot_size is None
@@ -58,7 +58,7 @@ def test_a_next_token_model_commits_one_token_a_round() -> None:
 def test_draws_are_recorded_with_a_trace() -> None:
     decoder = ReFusion(slot_size=4, num_serial_blocks=1, slot_threshold=0.1)
     sampling = SamplingParams(max_new_tokens=12, temperature=1.0)
-    plain, traced = (recorded(decoder, HashModel(), sampling, trace=trace) for trace in (False, True))
+    plain, traced = (record(decoder, HashModel(), sampling, trace=trace) for trace in (False, True))
     for one, other in zip(plain, traced, strict=True):
         assert len(one.draws) == 0
         assert len(one.phases) == 0

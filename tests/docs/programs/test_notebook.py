@@ -11,7 +11,7 @@ import pytest
 NOTEBOOK = Path(__file__).parents[3] / "docs" / "notebooks" / "tour.ipynb"
 
 
-def _printed(notebook: Any) -> dict[str, float]:
+def _read_figures(notebook: Any) -> dict[str, float]:
     """Return the tokens per forward that each decoder's line says."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     text = "".join(output.text for output in outputs if output.get("name") == "stdout")
@@ -27,7 +27,7 @@ def test_the_tour_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("ipykernel")
     monkeypatch.chdir(tmp_path)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    stored = _printed(notebook)
+    stored = _read_figures(notebook)
     (training,) = (cell for cell in notebook.cells if cell.source.startswith("max_steps = "))
     training.source = "max_steps = 20\n" + training.source.partition("\n")[2]
     (data,) = (cell for cell in notebook.cells if "num_test=100" in cell.source)
@@ -35,7 +35,7 @@ def test_the_tour_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
 
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    printed = _printed(notebook)
+    printed = _read_figures(notebook)
     assert list(printed) == list(stored) == ["ReFusion", "RecomputeKV", "SelfSpeculative"]
     # 20 steps do not give the stored figures, but where no drafts are made it is 1.0 after any training.
     assert all(figures["SelfSpeculative"] > 1 for figures in (stored, printed)), (stored, printed)

@@ -303,7 +303,7 @@ def test_first_hitting_at_temperature_zero_takes_the_most_certain_place() -> Non
     assert row.trace == full(BlockDiffusion(threshold=1.0), 5, 19).trace
 
 
-def sampled_state(decoder: BlockDiffusion, prompt_id: str) -> SubBlockState:
+def begin_sampled(decoder: BlockDiffusion, prompt_id: str) -> SubBlockState:
     """Begin a sampled response of one block."""
     special = SpecialTokens(mask_token_id=MASK, eos_token_ids=(EOS,), pad_token_id=PAD, vocab_size=9)
     prompt = Prompt(token_ids=(3,) * decoder.block_size, id=prompt_id)
@@ -326,7 +326,7 @@ def one_round(decoder: BlockDiffusion, state: SubBlockState, probabilities: list
 
 def test_thresholds_are_strict_ties_go_left_and_each_round_has_its_own_noise() -> None:
     decoder = BlockDiffusion(block_size=4, threshold=0.5)
-    state = sampled_state(decoder, "0")
+    state = begin_sampled(decoder, "0")
     first = one_round(decoder, state, [0.25, 0.5, 0.5, 0.125])
     assert state.is_masked == [True, False, True, True]
     second = one_round(decoder, state, [0.75, 0.5, 0.625])
@@ -337,9 +337,9 @@ def test_thresholds_are_strict_ties_go_left_and_each_round_has_its_own_noise() -
     assert second.branches[0].tokens == [MASK, 4, MASK, MASK]
 
 
-def committed_by_step(decoder: BlockDiffusion, prompt_id: str) -> list[list[int]]:
+def run_steps(decoder: BlockDiffusion, prompt_id: str) -> list[list[int]]:
     """Drive a decoder by hand over one block of a sampled response; return the places each step committed."""
-    state = sampled_state(decoder, prompt_id)
+    state = begin_sampled(decoder, prompt_id)
     committed = []
     while not state.prefix_ends:
         before, steps = list(state.is_masked), decoder.step(state)
@@ -355,7 +355,7 @@ def committed_by_step(decoder: BlockDiffusion, prompt_id: str) -> list[list[int]
 
 def test_first_hitting_places_are_uniform() -> None:
     decoder = BlockDiffusion(block_size=4, sampling_rule="first_hitting")
-    orders = Counter(tuple(p for [p] in committed_by_step(decoder, str(i))) for i in range(2400))
+    orders = Counter(tuple(p for [p] in run_steps(decoder, str(i))) for i in range(2400))
     assert len(orders) == 24
     chi_square = sum((count - 100) ** 2 / 100 for count in orders.values())
     assert chi_square < 58.6  # 23 degrees of freedom: 1 in 17,000

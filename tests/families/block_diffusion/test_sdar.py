@@ -14,7 +14,7 @@ from support.fakes import SPECIAL, VOCAB, tiny_backbone
 NO_END = (VOCAB + 2,)
 
 
-def decoded(
+def decode_prompt(
     decoder: BlockDiffusion, prompt: Prompt, ends: tuple[int, ...], sampling: SamplingParams, *, trace: bool = False
 ) -> Generation:
     traits = ModelTraits(attention="block_causal", block_size=decoder.block_size, predictions=("mask",))
@@ -28,7 +28,7 @@ def decoded(
 def test_a_block_costs_its_steps_and_one_forward_that_stores_it(threshold: float, num_per_block: int) -> None:
     decoder = BlockDiffusion(block_size=4, num_steps=4, threshold=threshold, confidence="filtered", fused=False)
     prompt = Prompt(token_ids=(3, 4, 5, 6, 7, 8, 9, 10), id="p")
-    row = decoded(decoder, prompt, NO_END, SamplingParams(max_new_tokens=20))
+    row = decode_prompt(decoder, prompt, NO_END, SamplingParams(max_new_tokens=20))
     assert row.num_forwards == 1 + 5 * (num_per_block + 1) - 1
 
 
@@ -39,7 +39,7 @@ def test_the_published_default_is_the_dynamic_rule() -> None:
     # Without num_steps a step commits at least one token, as with as many steps as tokens.
     prompt, sampling = Prompt(token_ids=(3, 4, 5), id="p"), SamplingParams(max_new_tokens=30)
     rows = [
-        decoded(BlockDiffusion(**options, num_steps=steps), prompt, NO_END, sampling).forward_shapes
+        decode_prompt(BlockDiffusion(**options, num_steps=steps), prompt, NO_END, sampling).forward_shapes
         for steps in (None, 4)
     ]
     assert rows[0] == rows[1]
@@ -49,7 +49,7 @@ def test_the_published_default_is_the_dynamic_rule() -> None:
 def test_sequential_fills_the_leftmost_masks(num_steps: int | None, num_per_forward: int) -> None:
     decoder = BlockDiffusion(block_size=4, sampling_rule="sequential", num_steps=num_steps)
     prompt = Prompt(token_ids=(3, 4, 5, 6), id="p")
-    row = decoded(decoder, prompt, NO_END, SamplingParams(max_new_tokens=8), trace=True)
+    row = decode_prompt(decoder, prompt, NO_END, SamplingParams(max_new_tokens=8), trace=True)
     accepted = [position - 4 for entry in row.trace for position in entry.accepted]
     assert accepted == [*range(8)]
     assert {len(entry.accepted) for entry in row.trace} == {num_per_forward}
@@ -59,4 +59,4 @@ def test_sequential_fills_the_leftmost_masks(num_steps: int | None, num_per_forw
 def test_an_entropy_bound_of_zero_fills_one_mask_and_a_high_one_the_block(bound: float, num_forwards: int) -> None:
     decoder = BlockDiffusion(block_size=4, sampling_rule="entropy_bounded", entropy_bound=bound)
     prompt = Prompt(token_ids=(3, 4, 5, 6), id="p")
-    assert decoded(decoder, prompt, NO_END, SamplingParams(max_new_tokens=8)).num_forwards == num_forwards
+    assert decode_prompt(decoder, prompt, NO_END, SamplingParams(max_new_tokens=8)).num_forwards == num_forwards

@@ -13,7 +13,7 @@ from refusion_lit.decoding import Generation, GenerationCallback, LLaDA, ModelMi
 from refusion_lit.families.llada.decoder import most_certain, step_quota
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.fakes import tiny_backbone
-from support.reference_masked import EOS, PROMPTS, REFERENCE, draw, dream, fed, forward, llada, model, run
+from support.reference_masked import EOS, PROMPTS, REFERENCE, draw, dream, forward, llada, make_input, model, run
 from support.slow_decoding import cut
 
 ORDERS = ("low_confidence", "random", "origin", "maskgit_plus", "topk_margin", "entropy")
@@ -150,7 +150,7 @@ def test_origin_unmasks_linearly_in_time() -> None:
 def test_a_shifted_model_is_read_one_position_earlier() -> None:
     prompt = PROMPTS[0]
     (row,) = run(LLaDA(steps=1, shifted=True), 6, [prompt], trace=True)
-    values, _ = forward(fed(prompt, [None] * 6))
+    values, _ = forward(make_input(prompt, [None] * 6))
     first = len(prompt)
     assert row.trace[0].positions == [*range(first, first + 6)]
     assert row.trace[0].tokens == [draw(values[place - 1]) for place in range(first, first + 6)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from refusion_lit.decoding import FastDLLM, LLaDA
 from refusion_lit.engine.requests import Reading
 from support.example_counts import examples
-from support.reference_masked import EOS, PROMPTS, by_factor, by_quota, by_threshold, fast_dllm, run, unmasked
+from support.reference_masked import EOS, PROMPTS, by_factor, by_quota, by_threshold, fast_dllm, run, unmask
 from support.slow_decoding import cut
 
 CACHES = ("none", "prefix", "dual")
@@ -93,8 +93,8 @@ def test_what_a_cache_saves(cache: Any, lengths: list[int]) -> None:
     assert [length for _, length in shapes[:8]] == lengths
 
 
-def chosen_by(decoder: FastDLLM, confidences: list[float]) -> list[int]:
-    return unmasked(decoder, Reading(tokens=[3] * len(confidences), probabilities=confidences))
+def choose_places(decoder: FastDLLM, confidences: list[float]) -> list[int]:
+    return unmask(decoder, Reading(tokens=[3] * len(confidences), probabilities=confidences))
 
 
 @given(
@@ -104,7 +104,7 @@ def chosen_by(decoder: FastDLLM, confidences: list[float]) -> list[int]:
 @settings(max_examples=examples(72))
 def test_the_factor_rule_is_the_papers(confidences: list[float], factor: float) -> None:
     decoder = FastDLLM(threshold=None, factor=factor, block_length=16)
-    chosen = chosen_by(decoder, confidences)
+    chosen = choose_places(decoder, confidences)
     ranked = sorted(confidences, reverse=True)
     expected = 1
     for n in range(2, len(ranked) + 1):  # the largest n with c_j >= 1 - f / (j + 1) for all j from 2 to n
@@ -121,7 +121,7 @@ def test_shared_out_steps_are_llada() -> None:
 
 
 def test_a_confidence_equal_to_the_threshold_is_enough() -> None:
-    assert len(chosen_by(FastDLLM(threshold=0.75), [0.5, 0.75, 0.875, 0.75])) == 3
+    assert len(choose_places(FastDLLM(threshold=0.75), [0.5, 0.75, 0.875, 0.75])) == 3
 
 
 @given(
@@ -133,9 +133,9 @@ def test_more_is_unmasked_with_a_larger_factor_and_a_smaller_threshold(
 ) -> None:
     low, high = bounds
     fewer, more = (FastDLLM(threshold=None, factor=factor) for factor in (low, high))
-    assert 1 <= len(chosen_by(fewer, confidences)) <= len(chosen_by(more, confidences))
+    assert 1 <= len(choose_places(fewer, confidences)) <= len(choose_places(more, confidences))
     fewer, more = (FastDLLM(threshold=threshold / 5) for threshold in (high, low))
-    assert 1 <= len(chosen_by(fewer, confidences)) <= len(chosen_by(more, confidences))
+    assert 1 <= len(choose_places(fewer, confidences)) <= len(choose_places(more, confidences))
 
 
 @each_cache

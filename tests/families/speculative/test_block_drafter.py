@@ -197,7 +197,7 @@ def test_rejection_sampling_keeps_the_distribution() -> None:
     assert (counts[0] - counts[1]).abs().sum() / 2 < 0.08
 
 
-def corrupted_by(objective: BlockDraft, backbone: Backbone) -> tuple[ResponseBatch, CorruptedBatch]:
+def corrupt_batch(objective: BlockDraft, backbone: Backbone) -> tuple[ResponseBatch, CorruptedBatch]:
     prompt_lengths, response_lengths = torch.tensor(SIZES).unbind(1)
     shape = (len(SIZES), int((prompt_lengths + response_lengths).max()))
     ids = torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(0))
@@ -218,7 +218,7 @@ def train_states(backbone: Backbone, corrupted: CorruptedBatch) -> Tensor:
 def test_masks_in_training_give_what_a_block_gives_when_it_is_decoded(window: int) -> None:
     """Reference: one block over the cache of the text before its anchor."""
     backbone = make_backbone(window=window)
-    batch, corrupted = corrupted_by(BlockDraft(num_anchors=5), backbone)
+    batch, corrupted = corrupt_batch(BlockDraft(num_anchors=5), backbone)
     logits = backbone.logits(train_states(backbone, corrupted))
     drafts = backbone.special_tokens.draft_token_ids
     draft_states = backbone.draft_runner()
@@ -249,7 +249,7 @@ def test_masks_in_training_give_what_a_block_gives_when_it_is_decoded(window: in
 def test_labels_weights_and_loss_by_the_definition() -> None:
     backbone = make_backbone()
     objective = BlockDraft(num_anchors=4, decay=0.5)
-    batch, corrupted = corrupted_by(objective, backbone)
+    batch, corrupted = corrupt_batch(objective, backbone)
     drafts = backbone.special_tokens.draft_token_ids
     hidden = train_states(backbone, corrupted)
     scores = backbone.logits(hidden).detach()
@@ -279,7 +279,7 @@ def test_gradients_reach_the_drafter_alone() -> None:
     model = copy.deepcopy(make_backbone())
     model.model.requires_grad_(False)
     objective = BlockDraft()
-    _, corrupted = corrupted_by(objective, model)
+    _, corrupted = corrupt_batch(objective, model)
     objective.loss(train_states(model, corrupted), model.head, corrupted).total.backward()
     assert model.drafter is not None
     assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in model.drafter.parameters())
@@ -288,7 +288,7 @@ def test_gradients_reach_the_drafter_alone() -> None:
 
 @pytest.mark.parametrize(("objective", "drafts_block"), [(BlockDraft(), False), (GatedDraft(), True)])
 def test_the_other_kind_of_drafter_is_refused(objective: Any, drafts_block: bool) -> None:
-    batch, _ = corrupted_by(BlockDraft(), make_backbone())
+    batch, _ = corrupt_batch(BlockDraft(), make_backbone())
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
     special = replace(SPECIAL, drafts_block=drafts_block)
     with pytest.raises(ValueError, match=r"^objective: expected a model with a .*drafter"):

@@ -469,12 +469,12 @@ def test_a_busy_machine_changes_neither_text_nor_forwards(monkeypatch: pytest.Mo
 def test_masks_are_read_together_where_they_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     num_passes, logits = 0, HashModel.logits
 
-    def counting(*args: Any) -> Tensor:
+    def count_pass(*args: Any) -> Tensor:
         nonlocal num_passes
         num_passes += 1
         return logits(*args)
 
-    monkeypatch.setattr(HashModel, "logits", counting)
+    monkeypatch.setattr(HashModel, "logits", count_pass)
     model, sampling = HashModel(5, end_bias=-60.0, traits=NEXT), SamplingParams(max_new_tokens=20)
     prompts = [Prompt(token_ids=(5, 6, 7), id="0")]
     output = decode(model, SelfSpeculative(layout="two_forwards"), prompts, sampling)

@@ -31,7 +31,7 @@ def backbone() -> Backbone:
     return model
 
 
-def corrupted_by(objective: GatedDraft, backbone: Backbone) -> tuple[ResponseBatch, CorruptedBatch]:
+def corrupt_batch(objective: GatedDraft, backbone: Backbone) -> tuple[ResponseBatch, CorruptedBatch]:
     prompts, responses = torch.tensor(SIZES).unbind(1)
     length = int((prompts + responses).max())
     ids = torch.randint(
@@ -51,7 +51,7 @@ def logits(backbone: Backbone, corrupted: CorruptedBatch) -> Tensor:
 
 def test_masks_after_many_anchors_give_what_a_group_alone_gives_when_it_is_decoded(backbone: Backbone) -> None:
     """Reference: the fused backbone's gate, one group after the text up to its anchor."""
-    batch, corrupted = corrupted_by(GatedDraft(stride=2), backbone)
+    batch, corrupted = corrupt_batch(GatedDraft(stride=2), backbone)
     with torch.no_grad():
         actual = logits(backbone, corrupted)
     drafts = backbone.special_tokens.draft_token_ids
@@ -70,7 +70,7 @@ def test_masks_after_many_anchors_give_what_a_group_alone_gives_when_it_is_decod
 
 def test_labels_weights_and_loss_by_the_definition(backbone: Backbone) -> None:
     objective = GatedDraft(stride=3, decay=0.5)
-    batch, corrupted = corrupted_by(objective, backbone)
+    batch, corrupted = corrupt_batch(objective, backbone)
     drafts = backbone.special_tokens.draft_token_ids
     scores = logits(backbone, corrupted).detach()
     total = weight = 0.0
@@ -103,7 +103,7 @@ def test_gradients_reach_the_drafter_alone(backbone: Backbone) -> None:
     model = copy.deepcopy(backbone)
     model.model.requires_grad_(False)
     objective = GatedDraft()
-    _, corrupted = corrupted_by(objective, model)
+    _, corrupted = corrupt_batch(objective, model)
     objective.loss(backbone_hidden(model, corrupted), model.head, corrupted).total.backward()
     assert model.drafter is not None
     assert all(weight.grad is not None and weight.grad.abs().sum() > 0 for weight in model.drafter.up.values())
@@ -111,7 +111,7 @@ def test_gradients_reach_the_drafter_alone(backbone: Backbone) -> None:
 
 
 def test_a_model_without_drafter_is_refused(backbone: Backbone) -> None:
-    batch, _ = corrupted_by(GatedDraft(), backbone)
+    batch, _ = corrupt_batch(GatedDraft(), backbone)
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=0)
     without = tiny_backbone(TRAITS).special_tokens
     with pytest.raises(ValueError, match=r"model\.backbone\.drafter"):

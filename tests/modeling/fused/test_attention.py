@@ -19,7 +19,7 @@ from refusion_lit.modeling.fused.attention import (
 )
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import Span, Visibility, as_mask
-from support.ragged import DIM, by_hand, prepared, ragged, states
+from support.ragged import DIM, by_hand, make_ragged, prepare_cache, states
 
 SIZE = st.integers(1, 9).flatmap(lambda queries: st.tuples(st.just(queries), st.integers(queries, 14)))
 LIKE = torch.empty(0, dtype=torch.float64)
@@ -37,10 +37,10 @@ def test_chunks_and_padded_rows_attend_as_each_token_does_alone(
 ) -> None:
     num_rows = len(sizes) + spare
     storage = random.Random(seed).sample(range(num_rows), len(sizes))
-    made = ragged(seed, sizes, storage)
+    made = make_ragged(seed, sizes, storage)
     query, key, value = states(seed, len(made.plan["row_index"]))
     for kind in ("chunks", "ranges", "matrix"):
-        cache = prepared(made.plan, num_rows, seed)
+        cache = prepare_cache(made.plan, num_rows, seed)
         seen = made.mask if kind == "matrix" else made.visibility
         calls = chunked_calls(made.visibility, torch.float64, max_mask) if kind == "chunks" else []
         attend = RowAttention(made.rows, calls or [padded_call(made.rows, seen, cache, LIKE)], cache)
@@ -96,12 +96,12 @@ def test_tokens_attend_to_each_other_without_a_cache(seed: int, lengths: list[in
     )
     query, key, value = states(seed, len(lengths) * longest)
 
-    def attended(calls: list[Call]) -> Tensor:
+    def attend(calls: list[Call]) -> Tensor:
         return RowAttention(rows, calls, None)(0, query, key, value)
 
-    expected = attended([padded_call(rows, as_mask(visibility, LIKE.device), None, LIKE)])
+    expected = attend([padded_call(rows, as_mask(visibility, LIKE.device), None, LIKE)])
     calls = chunked_calls(visibility, torch.float64, max_mask)
-    for outputs in (attended([padded_call(rows, visibility, None, LIKE)]), attended(calls)):
+    for outputs in (attend([padded_call(rows, visibility, None, LIKE)]), attend(calls)):
         for row, n in enumerate(lengths):
             span = slice(row * longest, row * longest + n)
             torch.testing.assert_close(outputs[span], expected[span])

@@ -58,7 +58,7 @@ def backbone(model: Any, *, fused_body: bool) -> Backbone:
     return Backbone(model, ModelTraits(), SPECIAL, fused_body=fused_body)
 
 
-def seen(rows: int, queries: int, keys: int, seed: int) -> Tensor:
+def random_mask(rows: int, queries: int, keys: int, seed: int) -> Tensor:
     mask = torch.rand(rows, queries, keys, generator=torch.Generator().manual_seed(seed)) < 0.5
     mask[:, :, 0] = True
     return mask
@@ -79,7 +79,7 @@ def test_it_is_the_library_s_forward(name: str, seed: int, rows: int, length: in
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB, (rows, length), generator=generator)
     positions = torch.randint(0, 120, (rows, length), generator=generator)
-    mask = seen(rows, length, length, seed) if masked else None
+    mask = random_mask(rows, length, length, seed) if masked else None
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(body_module, "_MAX_TABLE", table)  # of angles; positions reach 119
         expected = backbone(model, fused_body=False).hidden_states(ids, positions, mask)
@@ -110,7 +110,7 @@ def test_it_writes_and_reads_the_same_cache(
         source, row_index, cache_index = (torch.tensor(values) for values in zip(*places, strict=True))
         ids = torch.tensor([[chance.randrange(VOCAB) for _ in range(length)] for _ in rows])
         positions = torch.tensor([[chance.randrange(120) for _ in range(length)] for _ in rows])
-        mask = seen(len(rows), length, num_keys, chance.randrange(999))
+        mask = random_mask(len(rows), length, num_keys, chance.randrange(999))
         states = []
         for one, cache in pairs:
             every = len(places) == ids.numel() and step % 3 < 2
@@ -126,7 +126,7 @@ def test_it_writes_and_reads_the_same_cache(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_types_agree_as_far_as_they_can(dtype: torch.dtype) -> None:
     model = library("qwen3", dtype, initializer_range=0.1)
-    ids, positions, mask = torch.arange(12).view(2, 6), torch.arange(6).expand(2, 6), seen(2, 6, 6, 0)
+    ids, positions, mask = torch.arange(12).view(2, 6), torch.arange(6).expand(2, 6), random_mask(2, 6, 6, 0)
     with torch.no_grad():
         expected = backbone(model, fused_body=False).hidden_states(ids, positions, mask)
         actual = backbone(model, fused_body=True).hidden_states(ids, positions, mask)

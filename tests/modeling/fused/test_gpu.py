@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.types import ModelTraits
 from support.fakes import SPECIAL
-from support.ragged import ragged
+from support.ragged import make_ragged
 
 DEVICE = "cuda"
 SIZES = [[(9, 30), (2, 17), (16, 16)], [(3, 40), (12, 150)], [(1, 9), (7, 20), (5, 33)]]
@@ -34,7 +34,7 @@ def forwards(model: Backbone, *, may_wait: bool = True) -> list[Tensor]:
     cache, device = model.make_cache(3), model.device
     outputs = []
     for seed, sizes in enumerate(SIZES):
-        made = ragged(seed, sizes, [2, 0, 1][: len(sizes)])
+        made = make_ragged(seed, sizes, [2, 0, 1][: len(sizes)])
         rows, plan = made.rows, made.plan
         assert rows.real is not None
         ids = torch.randint(0, 14, rows.shape, generator=torch.Generator().manual_seed(seed))
