@@ -201,7 +201,8 @@ def precision(result: Result) -> str:
     ]
     has = "has" if result["has_instructions"] else "has no"
     head = ["work", "milliseconds in float32", "in bfloat16", "bfloat16 over float32"]
-    return f"The processor {has} instructions for bfloat16.\n\n{table(head, rows)}"
+    about = f"The processor {has} instructions for bfloat16. Process time; what ran beside it was not recorded."
+    return f"{about}\n\n{table(head, rows)}"
 
 
 def training_memory(result: Result) -> str:

@@ -26,10 +26,10 @@ FUSED, UNFUSED = "refusion / plain", "refusion on transformers' body / plain"
 
 
 def mean_ratio(results: Result, ratio: str) -> str:
-    """Return a ratio of decode.json as its geometric mean over the six settings of the reference outputs."""
+    """Return a ratio of decode.json: geometric mean and range over the six settings of the reference outputs."""
     cases = (case for case in results["cases"] if case["case"].startswith("additions-clean, setting"))
     golden = [case["ratios"][ratio] for case in cases if case["case"].endswith(", batch 1")]
-    return f"{geometric_mean(golden):.2f}"
+    return f"{geometric_mean(golden):.2f} ({min(golden):.2f} to {max(golden):.2f})"
 
 
 @table("decode summary", _path("decode"))
@@ -45,7 +45,7 @@ def _decode_summary(results: Result) -> str:
             mean_ratio(results, "tokens/s over generate's, divided by tokens per forward"),
         ],
     ]  # fmt: skip
-    return markdown_table(["ReFusion compared with", "ratio", "mean of six settings"], rows)
+    return markdown_table(["ReFusion compared with", "ratio", "geometric mean of six settings (lowest to highest)"], rows)
 
 
 table("batches", _path("batches"))(batches)

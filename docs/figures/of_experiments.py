@@ -313,6 +313,12 @@ def _mutation(results: Result) -> str:
     return markdown_table(["tests", "killed", "share", "95 % interval (Wilson)"], rows)
 
 
+def _wilson(row: Result, digits: int = 2) -> str:
+    """Return a score of right and wrong answers with Wilson's interval."""
+    found = wilson(round(row["score"] * row["num_prompts"]), row["num_prompts"])
+    return f"{found.estimate:.{digits}f} ({found.low:.{digits}f} to {found.high:.{digits}f})"
+
+
 @table("infilling", _path("infilling"))
 def _infilling(results: Result) -> str:
     rows_by_case = {(row["task"], row["test"], row["mask_pattern"], row["decoder"]): row for row in results["rows"]}
@@ -321,7 +327,7 @@ def _infilling(results: Result) -> str:
     for task, test in (("additions", "holes"), ("records", "holes"), ("records", "plain")):
         for pattern in ("independent", "grouped"):
             cells = (rows_by_case[task, test, pattern, decoder] for decoder in decoders)
-            figures = [f"{cell['score']:.2f}, {cell['tokens_per_forward']:.1f}" for cell in cells]
+            figures = [f"{_wilson(cell)}, {cell['tokens_per_forward']:.1f}" for cell in cells]
             name = "template" if test == "holes" else test
             rows.append([f"{task}, {name}", f"`{pattern}`", *figures])
     return markdown_table(["test", "trained with", *(f"`{name}`" for name in decoders)], rows)
@@ -351,7 +357,7 @@ def _objective(results: Result) -> str:
     rows = []
     for (next_token, masked), by_decoder in points.items():
         cells = (by_decoder[name] for name in ("refusion", "refusion_bold"))
-        figures = [text for cell in cells for text in (f"{cell['score']:.3f}", f"{cell['tokens_per_forward']:.2f}")]
+        figures = [text for cell in cells for text in (_wilson(cell, 3), f"{cell['tokens_per_forward']:.2f}")]
         rows.append([f"{next_token:g}", f"{masked:g}", *figures])
     head = ["AR weight", "MDM weight (lambda)"]
     head += [text for threshold in (0.9, 0.3) for text in (f"score, thresholds {threshold}", "tokens/forward")]
@@ -534,6 +540,18 @@ def _lossless_machines(decoder: str, *machines: Result) -> str:
 
 table("lossless summary", *_LOSSLESS)(partial(_lossless_machines, "auto"))
 table("lossless two_forwards", *_LOSSLESS)(partial(_lossless_machines, "two_forwards"))
+
+
+@table("lossless generate", *_LOSSLESS)
+def _lossless_generate(*machines: Result) -> str:
+    """Return speeds over transformers' `generate` on all machines: the baseline's and the default's."""
+    decoders = {"Autoregressive": "`Autoregressive`", "auto": "`auto`"}
+    rows = [
+        [title, label, *(_speed(run, "generate") for run in _lossless_runs(machines, prompts, decoder))]
+        for prompts, title in _LOSSLESS_PROMPTS.items()
+        for decoder, label in decoders.items()
+    ]
+    return markdown_table(["prompts", "decoder", *(f"times `generate`, {name}" for name in _LOSSLESS_MACHINES)], rows)
 
 
 @table("lossless range", *_LOSSLESS)

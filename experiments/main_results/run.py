@@ -66,20 +66,24 @@ def by_test(values: Mapping[str, Any], checkpoint: str, output: Path, name: str)
 def table(results: Mapping[str, Mapping[str, Any]], published: Mapping[str, Any]) -> str:
     """Return a Markdown table of published models and this run by benchmark, and one of this run's other tasks."""
     names = published["benchmarks"]
-    cells = {name: _cell(result) for name, result in results.items() if name not in names}
+    others = {name: result for name, result in results.items() if name not in names}
     rows = [["model", *names], ["---"] * (1 + len(names))]
     rows += [
         [f"{model} (published)", *(f"{accuracy:.2f} / {speed:.2f}" for accuracy, speed in pairs)]
         for model, pairs in published["models"].items()
     ]
-    if len(cells) < len(results):
+    if len(others) < len(results):
         rows.append(["this run", *(_cell(results.get(name)) for name in names)])
     note = "Score in percent / tokens per second. The published rows are the paper's, at batch size 1.\n"
     lines = [*map(_line, rows), "", note]
-    if cells:
-        about = "This run: a model of 308 thousand parameters on 200 prompts of additions, on a CPU, by these settings."
+    if others:
+        about = (
+            "This run: a model of 308 thousand parameters on 200 prompts of additions, by these settings. "
+            "Score in percent, tokens per forward pass."
+        )
         lines.append(f"{about}\n")
-        lines += map(_line, [list(cells), ["---"] * len(cells), list(cells.values())])
+        cells = [f"{100 * result['score']:.1f}, {result['tokens_per_forward']:.1f}" for result in others.values()]
+        lines += map(_line, [list(others), ["---"] * len(others), cells])
     return "\n".join(lines) + "\n"
 
 

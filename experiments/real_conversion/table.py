@@ -19,6 +19,7 @@ FIGURES = {
     "perplexity": "perplexity of the answers",
     "tokens_per_forward": "tokens per forward",
 }
+SPEEDS = "Speeds are medians of five problems, with other work on the machine, without intervals."
 WINDOW = 8
 """Logged steps that a point of the loss curves is the mean of."""
 
@@ -122,7 +123,8 @@ def joined(results: dict[str, Any], longer: dict[str, Any]) -> dict[str, Any]:
 def markdown(results: dict[str, Any]) -> str:
     """Return the table."""
     lines = [HEAD, ["---", "---", *["--:"] * (len(HEAD) - 2)], *rows(results)]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return f"{table}\n{SPEEDS}"
 
 
 def curves(results: dict[str, Any]) -> dict[str, dict[str, list[tuple[float, float]]]]:
