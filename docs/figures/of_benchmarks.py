@@ -45,7 +45,7 @@ def _decode_summary(results: Result) -> str:
             mean_ratio(results, "tokens/s over generate's, divided by tokens per forward"),
         ],
     ]  # fmt: skip
-    return markdown_table(["ReFusion compared with", "ratio", "geometric mean of six settings (lowest to highest)"], rows)
+    return markdown_table(["ReFusion compared with", "ratio", "mean of six settings (lowest to highest)"], rows)
 
 
 table("batches", _path("batches"))(batches)

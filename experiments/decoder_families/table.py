@@ -41,8 +41,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             )
     lines += [
         "",
-        "\\* the model was not trained for this decoder. Score and tokens/forward are the same at every batch size. Speeds "
-        "were measured once, without an interval.",
+        "\\* the model was not trained for this decoder. Score and tokens/forward are the same at every batch size.",
+        "Speeds were measured once, without an interval.",
     ]
     same = {(r["ckpt_path"], r["decoder"]): set() for r in rows}
     for row in rows:
