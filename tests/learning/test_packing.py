@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from refusion_lit.contrib import SoftTail
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.learning.packing import pack
+from refusion_lit.learning.packing import drop_unneeded, pack
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Autoregressive, BlockMasked, DualStream, Hybrid, Masked, MaskWindows, Objective
@@ -92,6 +92,36 @@ def test_loss_and_gradients_are_those_without_packing(
     assert torch.equal(actual.counts, expected.counts)
     for one, other in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
+
+
+@each_objective
+@settings(max_examples=10, deadline=None)
+@given(samples=SAMPLES)
+def test_dropped_positions_change_neither_loss_nor_gradients(
+    make_backbone: Callable[..., Backbone], objective: Objective, samples: list[tuple[int, int, int]]
+) -> None:
+    """The number of positions that remain is compared with a loop over what labelled positions see."""
+    batch, _ = make_batch(samples)
+    plain = corrupt(objective, batch)
+    if plain.visible is None:
+        return
+    dropped = drop_unneeded(plain, pad_token_id=PAD)
+    expected, expected_gradients = loss_and_gradients(make_backbone(), objective, plain)
+    actual, gradients = loss_and_gradients(make_backbone(), objective, dropped)
+    torch.testing.assert_close(actual.sums, expected.sums, rtol=1e-9, atol=1e-9)
+    assert torch.equal(actual.counts, expected.counts)
+    for one, other in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
+    mask = attention_mask(plain)
+    widths = []
+    for row, labels in enumerate(plain.labels):
+        found, waiting = set(), labels.ne(-100).nonzero()[:, 0].tolist() or [0]  # no row may be empty
+        while waiting:
+            if (token := waiting.pop()) not in found:
+                found.add(token)
+                waiting += mask[row][token].nonzero()[:, 0].tolist()
+        widths.append(len(found))
+    assert dropped.input_ids.shape[1] == max(widths)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

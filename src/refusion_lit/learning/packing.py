@@ -1,4 +1,4 @@
-"""Packing: several corrupted samples share a row and do not see each other."""
+"""Packing: several corrupted samples share a row and do not see each other; positions that no target needs go."""
 
 from __future__ import annotations
 
@@ -76,6 +76,52 @@ def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_i
         draft_offsets=None if corrupted.draft_offsets is None else gather(corrupted.draft_offsets, -1),
         visible=_packed_ranges(corrupted.visible, corrupted.is_real, starts.flatten(), source),
     )
+
+
+def drop_unneeded(corrupted: CorruptedBatch, *, pad_token_id: int) -> CorruptedBatch:
+    """Remove the positions that no target needs, if the rows become shorter; the loss and its gradients stay.
+
+    In block diffusion's doubled sequence, these are the prompt's noisy copy and the last clean block.
+
+    Args:
+        corrupted: A batch with :attr:`CorruptedBatch.is_real` and :attr:`CorruptedBatch.visible`.
+        pad_token_id: Fills up the rows to the longest row's length.
+
+    Examples:
+        >>> from refusion_lit.noise import KeyedNoise
+        >>> from refusion_lit.objectives import BlockMasked
+        >>> from refusion_lit.learning.batch import ResponseBatch
+        >>> from refusion_lit.types import SpecialTokens
+        >>> special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=19)
+        >>> batch = ResponseBatch.from_pairs([([5, 6], [7, 8])])
+        >>> noise = KeyedNoise(batch.sample_keys)
+        >>> corrupted = BlockMasked(block_size=2).corrupt(batch, noise, special, mask_ratio=torch.ones(1))
+        >>> corrupted.input_ids.tolist(), drop_unneeded(corrupted, pad_token_id=0).input_ids.tolist()
+        ([[5, 6, 2, 2, 5, 6, 7, 8]], [[2, 2, 5, 6]])
+    """
+    needed = _needed_positions(corrupted)
+    if int(needed.sum(1).max()) == needed.shape[1]:
+        return corrupted
+    num_samples = len(needed) // corrupted.num_views
+    rows = torch.arange(num_samples, device=needed.device)
+    return pack(replace(corrupted, is_real=needed), rows, pad_token_id=pad_token_id)
+
+
+def _needed_positions(corrupted: CorruptedBatch) -> Bool[Tensor, "row token"]:
+    """Return which positions have labels, or are seen, directly or through others, by a position with a label."""
+    assert corrupted.visible is not None
+    needed = corrupted.labels != IGNORE_INDEX
+    needed[:, 0] |= ~needed.any(1)  # a row without labels keeps a position, because no row may be empty
+    starts, stops = corrupted.visible.unbind(-1)
+    stops = stops.maximum(starts)
+    edges = needed.new_zeros((len(needed), needed.shape[1] + 1), dtype=torch.long)
+    while True:
+        number = needed[..., None].expand_as(starts).flatten(1).long()
+        changes = edges.scatter_add(1, starts.flatten(1), number).scatter_add(1, stops.flatten(1), -number)
+        seen = needed | (changes.cumsum(1)[:, :-1] > 0)
+        if torch.equal(seen, needed):
+            return needed
+        needed = seen
 
 
 def _packed_ranges(

@@ -26,7 +26,7 @@ from refusion_lit.evaluation.loop import Evaluation, EvaluationOptions
 from refusion_lit.families.defaults import entry_with_decoder
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.learning.objective import corrupt_and_check
-from refusion_lit.learning.packing import pack
+from refusion_lit.learning.packing import drop_unneeded, pack
 from refusion_lit.learning.step import MicroBatch, OptimizerStep
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import shard
@@ -302,7 +302,11 @@ class SlotDiffusionModule(L.LightningModule):
         """
         _require_batch(batch, MicroBatch, ResponseBatch)
         key = stable_key("batch", self.seed, self.current_epoch, batch_idx, self.global_rank)
-        torch.manual_seed(key & (1 << 63) - 1)
+        seed = key & (1 << 63) - 1
+        if self.device.type == "cpu":  # torch.manual_seed also keeps a stack trace of every call for absent devices
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
 
     @property
     def training_objective(self) -> Objective:
@@ -331,7 +335,10 @@ class SlotDiffusionModule(L.LightningModule):
         return pack(corrupted, batch.rows, pad_token_id=self.model.special_tokens.pad_token_id)
 
     def loss(self, corrupted: CorruptedBatch) -> LossOutput:
-        """Run the backbone and return the loss."""
+        """Run the backbone on the positions that the targets need, and return the loss."""
+        # Fields of subclasses may belong to positions, too.
+        if type(corrupted) is CorruptedBatch and self.objective.packs and corrupted.visible is not None:
+            corrupted = drop_unneeded(corrupted, pad_token_id=self.model.special_tokens.pad_token_id)
         hidden = self.model(
             corrupted.input_ids,
             corrupted.position_ids,
