@@ -270,6 +270,14 @@ def test_causal_models_of_other_makes(model_type: str, options: dict[str, Any]) 
         ("llama4_text", {**LLAMA4, "no_rope_layers": [1, 0]}, "place in the KV cache"),
         ("mamba", {"attn_implementation": "eager"}, "takes no position ids"),
         ("bloom", {"n_head": 2, "n_layer": 1, "attn_implementation": "eager"}, "takes no position ids"),
+        ("openai-gpt", {"attn_implementation": "eager"}, "takes no past key values"),
+        ("bert", {}, r"layers besides body and linear head \(cls\)"),
+        (
+            "modernbert-decoder",
+            {"bos_token_id": 1, "layer_types": ["full_attention"] * 2},
+            r"layers besides .* \(lm_head\)",
+        ),
+        ("gpt_neo", {"attention_types": [[["global"], 2]], "attn_implementation": "eager"}, "place.* in the KV cache"),
     ],
 )
 def test_models_that_would_be_changed_silently_are_refused(

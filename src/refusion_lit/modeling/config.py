@@ -388,8 +388,15 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ValueError(f"backbone: {name} has no plain linear head (found {type(head).__name__}); {_SUPPORTED}.")
-    if "position_ids" not in inspect.signature(body.forward).parameters:
-        raise ValueError(f"backbone: {name} takes no position ids, but tokens are reordered here; {_SUPPORTED}.")
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for part, module in whole.named_children():
+        is_known = module is head or body in module.modules() or next(module.parameters(), None) is None
+        if not is_known:  # such as the layers between BERT's body and head
+            raise ValueError(f"backbone: {name} has layers besides body and linear head ({part}); {_SUPPORTED}.")
+    taken = inspect.signature(body.forward).parameters
+    for option in ("position ids", "past key values"):
+        if option.replace(" ", "_") not in taken:
+            raise ValueError(f"backbone: {name} takes no {option}, which parallel decoding needs; {_SUPPORTED}.")
     check_attention(config)
 
 
@@ -409,11 +416,12 @@ def check_attention(config: Any) -> None:  # noqa: ANN401 - one class per archit
             f"stored in any order here; for texts below {config.floor_scale} tokens (floor_scale), which it does not "
             "scale, set backbone.config.attn_temperature_tuning to false."
         )
-    if getattr(config, "alibi", False):
-        raise ValueError(
-            f"backbone: {name} biases attention by places in the KV cache (alibi), but tokens are stored in any order "
-            f"here; {_SUPPORTED}."
-        )
+    for option in ("alibi", "attention_types"):  # the latter is GPT-Neo's
+        if getattr(config, option, False):
+            raise ValueError(
+                f"backbone: {name} biases or masks attention by places in the KV cache ({option}), but tokens are "
+                f"stored in any order here; {_SUPPORTED}."
+            )
     other = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"})
     if other:
         raise ValueError(
