@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from refusion_lit.data.conversations import encode_prompt
@@ -93,6 +93,23 @@ def test_names_of_special_tokens_in_text_stay_text(bpe, characters) -> None:
         ids = encode_text(tokenizer, "a<|mask|>a")
         assert tokenizer.mask_token_id not in ids
         assert tokenizer.decode(ids) == "a<|mask|>a"
+
+
+def test_names_that_are_words_of_a_vocabulary_are_spelled() -> None:
+    """A Unigram model's vocabulary has special tokens beside other pieces."""
+    special = ["<unk>", "</s>", "<|user|>"]
+    pieces = [*((name, 0.0) for name in special), *((letter, -9.0) for letter in "▁a<|/>user")]
+    backend: Any = Tokenizer(models.Unigram(pieces, 0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", clean_up_tokenization_spaces=False
+    )
+    for text in ("use </s> us", "<|user|>", "user<|user|>user</s>"):
+        ids = encode_text(tokenizer, text)
+        assert {1, 2}.isdisjoint(ids)
+        assert tokenizer.decode(ids) == text
 
 
 def test_an_unknown_character_is_named(characters) -> None:

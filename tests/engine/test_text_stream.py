@@ -42,6 +42,12 @@ def test_the_beginning_of_a_stop_string_is_held_back_while_its_next_character_is
         assert "".join(stream_pieces(stream, text.encode())) == text.removesuffix(stop)
 
 
+def test_the_beginning_of_a_stop_string_is_held_back_before_a_space_that_may_go() -> None:
+    texts = ["fi", "fi:", "fi: ", "fi:."]  # tokenizers remove the space before punctuation
+    stream = TextStream(lambda tokens: texts[len(tokens)], SamplingParams(stop=(":.",)))
+    assert [stream.piece([0] * length) for length in range(len(texts))] == ["fi", "", "", ""]
+
+
 def test_a_tokenizer_that_changes_earlier_text_streams_its_final_text() -> None:
     """WordPiece, whose spaces transformers' ``clean_up_tokenization_spaces`` removes once the next token follows."""
     texts = [

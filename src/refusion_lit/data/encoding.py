@@ -46,6 +46,7 @@ def encode_text(
     fillers = {untyped.pad_token_id: untyped.pad_token, untyped.unk_token_id: untyped.unk_token}
     wrong = {token for token, name in fillers.items() if ids.count(token) > (text.count(str(name)) if special else 0)}
     if not special:
+        ids = _spell_names(tokenizer, ids)
         wrong |= {untyped.mask_token_id, untyped.eos_token_id, *untyped.init_kwargs.get(EOS_IDS, ())}.intersection(ids)
     if allow_unknown and wrong == {untyped.unk_token_id}:
         message = f"text: a prompt has characters that the tokenizer does not know; {untyped.unk_token} replaces them."
@@ -54,6 +55,24 @@ def encode_text(
     if wrong:
         raise unknown_text(backend, text, wrong.pop())
     return ids
+
+
+def _spell_names(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """Return a text's tokens with special tokens replaced by the tokens that spell their names.
+
+    Text never becomes a special token of BPE. Other models, such as Unigram, find special tokens in their vocabulary.
+    """
+    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    if type(backend.model).__name__ == "BPE":
+        return ids
+    fillers = (tokenizer.unk_token_id, tokenizer.pad_token_id)
+    names = {token: added.content for token, added in backend.get_added_tokens_decoder().items() if added.special}
+    spelled: list[int] = []
+    for token in ids:
+        name = names.get(token, "") if token not in fillers else ""
+        parts = (name[:1], name[1:]) if len(name) > 1 else ()
+        spelled += [part for text in parts for part in encode_within(tokenizer, text)] or [token]
+    return spelled
 
 
 def encode_within(tokenizer: PreTrainedTokenizerBase, text: str, *, allow_unknown: bool = False) -> list[int]:

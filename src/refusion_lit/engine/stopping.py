@@ -86,6 +86,7 @@ class TextStream:
     def piece(self, tokens: list[int]) -> str:
         """Return the text that is new in the final tokens so far."""
         text = cut_at_stop(self._detokenize(tokens), self._stop).rstrip("\N{REPLACEMENT CHARACTER}")
+        text = _UNSETTLED.sub("", text)  # a stop string may begin before a space that is removed later
         starts = (stop[:n] for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)))
         held = [len(start) for start in starts if text.endswith(start)]
         stable = _UNSETTLED.sub("", text[: len(text) - max(held, default=0)])
