@@ -346,5 +346,7 @@ def _check_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> None:
         if not 0 <= token < 1 << 31 or tokenizer.convert_ids_to_tokens(token) is None:
             size = vocabulary_size(tokenizer)
             is_gap = 0 <= token < size
-            expected = "an id of a token" if is_gap else f"token ids below {size}, the tokenizer's size"
+            expected = (
+                "the id of a token of the tokenizer" if is_gap else f"token ids below {size}, the tokenizer's size"
+            )
             require(False, f"prompt {prompt.id}", expected, token, "encode with its tokenizer")

@@ -56,5 +56,5 @@ def test_a_checkpoint_of_before_adapters_were_stored_has_none() -> None:
 )  # fmt: skip
 def test_damaged_adapters_are_named_with_their_file(adapters: Any) -> None:
     stored = {METADATA_KEY: metadata(None).to_checkpoint() | {"adapters": adapters}}
-    with pytest.raises(ValueError, match=r"^ckpt_path: the metadata in x\.ckpt, which refusion-lit .* cannot be read"):
+    with pytest.raises(ValueError, match=r"^ckpt_path: .*metadata in x\.ckpt"):
         CheckpointMetadata.from_checkpoint(stored, "x.ckpt")

@@ -79,7 +79,7 @@ def test_a_response_as_long_as_the_context_is_refused_before_the_first_question(
 ) -> None:
     assert talk("12+34>\n", [f"--ckpt_path={MODEL}", "--max_new_tokens=512"], monkeypatch) == 2
     shown = capsys.readouterr()
-    assert "max_new_tokens: expected less than the model's context of 512 tokens, got 512; lower it" in shown.err
+    assert "max_new_tokens: expected less than the model's context of 512 tokens, got 512" in shown.err
     assert not shown.out
 
 
@@ -87,7 +87,7 @@ def test_a_system_message_needs_a_chat_template(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert talk("12+34>\n", [f"--ckpt_path={MODEL}", "--system=be nice"], monkeypatch) == 2
-    assert "system: expected a tokenizer with a chat template, got 'be nice'; leave it out" in capsys.readouterr().err
+    assert "system: expected a tokenizer with a chat template, got 'be nice'" in capsys.readouterr().err
 
 
 def test_the_model_sees_what_was_said_before(monkeypatch: pytest.MonkeyPatch) -> None:

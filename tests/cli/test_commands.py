@@ -112,7 +112,7 @@ def test_prompts_are_made_with_the_models_template_unless_another_is_given(
 
 def test_random_weights_are_announced(tmp_path: Path) -> None:
     args = ["validate", "--config", QUICKSTART, *TINY, f"--runs_dir={tmp_path}", "--model.schedule.warmup_steps=1"]
-    with pytest.warns(UserWarning, match="ckpt_path: none given, so that the model has random weights"):
+    with pytest.warns(UserWarning, match="ckpt_path: none given, .*random weights"):
         assert main([option for option in args if "max_steps" not in option]) == 0
 
 
@@ -243,9 +243,7 @@ def test_init_copies_the_configs(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_init_takes_one_directory(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", *args]) == 2
     got = " ".join(args)
-    assert capsys.readouterr().err == (
-        f"refusion-lit: error: DIR: expected one directory, got {got!r}; write one, as in `refusion-lit init .`.\n"
-    )
+    assert f"error: DIR: expected one directory, got {got!r}" in capsys.readouterr().err
 
 
 def test_init_refuses_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

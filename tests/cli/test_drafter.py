@@ -180,7 +180,7 @@ def test_a_drafter_is_trained_further(draft: Path, base: Path, tmp_path: Path) -
 
 
 def test_a_drafter_is_new_or_trained_further(draft: Path) -> None:
-    with pytest.raises(ValueError, match=r"got .drafter and draft.; train one of them"):
+    with pytest.raises(ValueError, match=r"got .drafter and draft."):
         BackboneConfig(source="model", drafter=DrafterOptions(), draft=str(draft))
 
 
@@ -249,7 +249,7 @@ def test_a_directory_with_its_own_drafter_is_tested_with_it(run: Path, checkpoin
 
 def test_a_drafter_is_no_model(draft: Path, checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", f"--ckpt_path={draft}", "--prompt=1"]) == 2
-    assert f"got '{draft}, which is a drafter'; give it with --draft" in capsys.readouterr().err
+    assert f"got '{draft}, which is a drafter'" in capsys.readouterr().err
     options = ["--ckpt_path", checkpoint, "--output=new", "--adapter_only=true", f"--draft={draft}"]
     assert main(["export", *options]) == 2
     assert "draft: expected none with --adapter_only" in capsys.readouterr().err
@@ -260,5 +260,5 @@ def test_a_drafter_in_another_format_is_refused(draft: Path, base: Path, tmp_pat
     shutil.copytree(draft, tmp_path / "draft")
     values = json.loads((draft / "drafter.json").read_text())
     (tmp_path / "draft" / "drafter.json").write_text(json.dumps(values | {"format": number}))
-    with pytest.raises(ValueError, match=r"^draft: expected a drafter in format 2, got .*; export it again"):
+    with pytest.raises(ValueError, match=r"^draft: expected a drafter in format 2, got .*"):
         refusion_lit.load(base, draft=tmp_path / "draft")

@@ -211,7 +211,7 @@ def test_a_directory_of_other_checkpoints_is_no_model_but_the_newest_is_named(
     shutil.copyfile(checkpoint, tmp_path / "step=4.ckpt")
     for command in (["generate", "--prompt=1"], ["test", "--config", QUICKSTART, f"--runs_dir={tmp_path / 'runs'}"]):
         assert main([*command, f"--ckpt_path={tmp_path}"]) == 2
-        assert f"give one of its checkpoints, such as {tmp_path / 'step=4.ckpt'}." in capsys.readouterr().err
+        assert str(tmp_path / "step=4.ckpt") in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
@@ -221,24 +221,24 @@ def test_a_revision_of_what_is_on_this_machine_is_refused(
 ) -> None:
     source = checkpoint if name else MODEL
     assert main(["generate", "--prompt=1", f"--ckpt_path={source}", "--revision=main"]) == 2
-    assert "revision: expected none for what is on this machine, got 'main'; leave it" in capsys.readouterr().err
+    assert "revision: expected none for what is on this machine, got 'main'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--model.backbone.source="], "backbone.source: expected a directory or a hub id, got ''; give one."),
+        (["--model.backbone.source="], "backbone.source: expected a directory or a hub id, got ''"),
         (
             [
                 "--data.tokenizer=PretrainedTokenizer",
                 f"--data.tokenizer.source={MODEL}",
                 "--data.tokenizer.revision=v1",
             ],
-            "tokenizer.revision: expected none for what is on this machine, got 'v1'; leave it out, or give a hub id",
+            "tokenizer.revision: expected none for what is on this machine, got 'v1'",
         ),
         (
             ["--model.decoding.verifier=no/ne"],
-            "model.decoding.verifier: expected a decoder that uses it, as APD does, got 'refusion",
+            "model.decoding.verifier: expected a decoder that uses a verifier",
         ),
     ],
 )
@@ -252,7 +252,7 @@ def test_what_would_be_ignored_or_read_elsewhere_is_refused(
 
 def test_an_empty_folder_is_told_what_a_model_directory_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--prompt=1", f"--ckpt_path={tmp_path}"]) == 2
-    assert "a model directory has config.json, tokenizer.json and weights" in capsys.readouterr().err
+    assert "config.json, tokenizer.json and weights" in capsys.readouterr().err
 
 
 def test_a_test_without_examples_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

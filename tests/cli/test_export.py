@@ -96,7 +96,7 @@ def test_a_decoder_that_others_could_not_use_is_not_named(
     export = ["export", f"--ckpt_path={MODEL}", f"--output={tmp_path / 'out'}"]
     for decoder, message in (
         ("LLaDA", "trained with causal attention. "),
-        ("SelfSpeculative", "decoder: expected a model with a drafter, got 'one without'; load one with --draft"),
+        ("SelfSpeculative", "decoder: expected a model with a drafter"),
         ("RecomputeKV", "decoder: expected a decoder of this package"),
         ("own_decoder.Own", "decoder: expected a decoder of this package"),
     ):
@@ -111,7 +111,8 @@ def test_results_of_another_model_are_not_on_the_card(tmp_path: Path, capsys: py
     output = tmp_path / "out"
     assert main(["export", f"--ckpt_path={MODEL}", f"--output={output}", f"--results={tmp_path}"]) == 2
     error = capsys.readouterr().err
-    assert f"results: {tmp_path} was made for something else: weights was '0123456789abcdef', is '" in error
+    assert f"results: {tmp_path} was made with " in error
+    assert "weights was '0123456789abcdef', is '" in error
     assert not output.exists()
 
 

@@ -145,7 +145,7 @@ def test_a_test_gives_all_text_but_the_holes(tmp_path: Path, capsys: pytest.Capt
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert main(["test", *HOLES, *places, "other", f"--ckpt_path={path}", other, mismatch]) == 2
-    assert "Autoregressive cannot keep the template of prompt test-0 in place" in capsys.readouterr().err
+    assert "decoder: Autoregressive cannot keep the template of prompt test-0" in capsys.readouterr().err
 
 
 def test_the_task_inside_is_named_shortly_and_has_known_values(capsys: pytest.CaptureFixture[str]) -> None:

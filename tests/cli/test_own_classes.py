@@ -46,7 +46,7 @@ class Own(Task):
 
 @pytest.mark.parametrize("value", [5.0, -0.1, float("nan"), "1", [1.0], 1j])
 def test_a_score_that_is_none_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"^Own\.score: expected a number from 0 to 1, or None, got .*example 'e7'\.$"):
+    with pytest.raises(ValueError, match=r"^Own\.score: expected a number from 0 to 1, or None, got .*example 'e7'"):
         score_response(Own(value=value), EXAMPLE, "3;")
 
 
@@ -146,7 +146,7 @@ def yield_example() -> Iterator[Example]:
     ],
 )
 def test_examples_that_are_none_are_refused(given: Any, got: str) -> None:
-    with pytest.raises(ValueError, match=rf"^Own\.examples: expected a sequence of .* got {got}; return a list of Ex"):
+    with pytest.raises(ValueError, match=rf"^Own\.examples: expected a sequence of .* got {got}"):
         load_examples(Own(given=given), "test")
 
 
@@ -157,7 +157,7 @@ def test_a_tests_score_out_of_range_is_one_line(
     options = [option for option in TINY if "trainer." not in option and "backbone" not in option]
     command = ["test", "--config", QUICKSTART, *options, f"--ckpt_path={MODEL}", f"--runs_dir={tmp_path}"]
     assert main(command) == 2
-    assert "error: Additions.score: expected a number from 0 to 1, or None, got 5.0; see" in capsys.readouterr().err
+    assert "error: Additions.score: expected a number from 0 to 1, or None, got 5.0" in capsys.readouterr().err
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ class NoYield(Decoder):
 
 def test_a_step_that_yields_nothing_is_named() -> None:
     model = refusion_lit.load(MODEL)
-    with pytest.raises(ValueError, match=r"^NoYield\.step: expected a generator of requests, got None; yield a"):
+    with pytest.raises(ValueError, match=r"^NoYield\.step: expected a generator of requests, got None"):
         model.generate(["1+2>"], decoder=NoYield(), max_new_tokens=4)
 
 
@@ -223,7 +223,7 @@ def test_a_decoder_that_says_nothing_of_its_model_is_refused(
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["generate", "--ckpt_path", str(MODEL), "--decoder", "silent.Silent", "--prompt", "1+2>"]) == 2
     message = capsys.readouterr().err
-    assert "decoder: expected what Silent needs of a model, got 'no class attribute requires'; add requires" in message
+    assert "decoder: expected what Silent needs of a model, got 'no class attribute requires'" in message
 
 
 def test_options_without_the_dataclass_decorator_are_named() -> None:
@@ -277,7 +277,7 @@ def test_a_class_of_ones_own_that_cannot_be_used_is_named_with_its_reason(
 
 def test_a_training_warns_of_decoders_that_do_not_fit_its_objective(tmp_path: Path) -> None:
     options = ["--model.objective=Autoregressive", "--trainer.max_steps=1", f"--runs_dir={tmp_path}"]
-    with pytest.warns(UserWarning, match=r"model.decoders.refusion: ReFusion does not fit .*; a test will refuse it"):
+    with pytest.warns(UserWarning, match=r"model.decoders.refusion: ReFusion does not fit"):
         assert main(["fit", "--config", QUICKSTART, *TINY, *options]) == 0
 
 
@@ -287,10 +287,7 @@ def test_an_objective_that_cannot_pack_is_refused_before_anything_is_read(
     options = ["--model.objective=R2FT", "--data.pack_length=256", f"--runs_dir={tmp_path}"]
     assert main(["fit", "--config", QUICKSTART, *TINY, *options]) == 2
     message = capsys.readouterr()
-    assert (
-        "data.pack_length: expected an objective whose samples can be packed, got 'R2FT'; set it to null."
-        in message.err
-    )
+    assert "data.pack_length: expected an objective whose samples can be packed, got 'R2FT'" in message.err
     assert "packed in" not in message.out + message.err
 
 

@@ -193,7 +193,10 @@ def test_generate_keeps_what_is_not_its_own(tmp_path: Path, capsys: pytest.Captu
     args = ["generate", f"--ckpt_path={MODEL}", "--prompt=12+34,56+78>", "--max_new_tokens=32", f"--output={output}"]
     output.write_text('{"id": "0", "prompt": "mine"}\n')
     assert main(args) == 2
-    assert "which is something else'; choose another name, or add --overwrite" in capsys.readouterr().err
+    assert (
+        f"output: expected a new file, or one with predictions of refusion-lit, got '{output}, "
+        in capsys.readouterr().err
+    )
     assert output.read_text() == '{"id": "0", "prompt": "mine"}\n'
     assert main([*args, "--overwrite"]) == 0
     first = json.loads(output.read_text())

@@ -61,9 +61,7 @@ def test_a_fit_is_resumed_in_its_directory_with_its_config(runs: Path, capsys: p
 def test_options_that_a_resumed_run_changes_are_named_and_recorded(runs: Path) -> None:
     run = runs / "quickstart" / "version_0"
     started = json.loads((run / "environment.json").read_text())["command"]
-    with pytest.warns(
-        UserWarning, match=r"other options than the run was started with: model.optimizer.init_args.lr; config"
-    ):
+    with pytest.warns(UserWarning, match=r"options that differ .*: model.optimizer.init_args.lr;"):
         assert main(["fit", f"--resume={run}", "--trainer.max_steps=6", "--model.optimizer.lr=0.01"]) == 0
     actual = json.loads((run / "environment.json").read_text())
     assert actual["command"] == started
@@ -100,7 +98,7 @@ def optimizer_rates(run: Path) -> tuple[list[float], list[float], list[float]]:
     return state["lr_schedulers"][0]["base_lrs"], lrs, decays
 
 
-@pytest.mark.filterwarnings("ignore:resumed with other options")
+@pytest.mark.filterwarnings("ignore:resumed with options that differ")
 def test_a_resumed_run_takes_the_optimizer_options_that_it_is_given(runs: Path) -> None:
     run = runs / "quickstart" / "version_0"
     constant = ["--model.schedule.final_lr_ratio=1", "--model.schedule.warmup_steps=0"]
@@ -185,7 +183,7 @@ def test_the_newest_run_of_the_command_is_resumed(runs: Path) -> None:
 
 def test_without_a_run_a_new_one_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit(tmp_path, "--resume") == 0
-    assert "no checkpoint of quickstart yet: training starts at the beginning" in capsys.readouterr().err
+    assert "no checkpoint of quickstart" in capsys.readouterr().err
     assert steps(tmp_path / "quickstart" / "version_0" / "checkpoints" / "last.ckpt") == 4
 
 
@@ -266,7 +264,7 @@ def test_a_directory_holds_one_run(runs: Path, capsys: pytest.CaptureFixture[str
     assert fit(runs, "--run_version=version_0") == 2
     error = capsys.readouterr().err
     assert "run_version: expected a new run, got" in error
-    assert "add --resume to continue it, or choose another name" in error
+    assert "--resume" in error
     assert sorted(runs.rglob("*")) == before
 
 
@@ -357,7 +355,7 @@ def test_a_run_without_batches_is_refused(
 ) -> None:
     args = [command, "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
     assert main([*args, f"--trainer.limit_{what}_batches=0"]) == 2
-    assert f"trainer.limit_{what}_batches: expected some batches, got 0; leave it out" in capsys.readouterr().err
+    assert f"trainer.limit_{what}_batches: expected some batches, got 0" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -373,7 +371,7 @@ def test_predictions_are_replaced_by_no_other_test(runs: Path, capsys: pytest.Ca
     predictions = (first / "predictions_refusion.jsonl").read_text()
     assert main([*test, "--run_version=version_1", "--data.task.num_test=3"]) == 2
     error = capsys.readouterr().err
-    assert f"run_version: expected a new run, got '{first}, which holds predictions'; add --resume" in error
+    assert f"run_version: expected a new run, got '{first}, which holds predictions'" in error
     assert (first / "predictions_refusion.jsonl").read_text() == predictions
 
 
@@ -467,9 +465,9 @@ def test_a_folder_of_runs_is_refused_with_its_newest_run(tmp_path: Path) -> None
         (run / "config.yaml").write_text(yaml.safe_dump({**RUN_OPTIONS, option: True}))
         os.utime(run, (1000 + age, 1000 + age))
     newest = tmp_path / "quickstart" / "second"
-    with pytest.raises(ValueError, match=f"got {str(tmp_path / 'quickstart')!r}; give the newest run, {newest}"):
+    with pytest.raises(ValueError, match=f"got {str(tmp_path / 'quickstart')!r}.*{newest}"):
         expand_resume("fit", [], str(tmp_path / "quickstart"))
-    with pytest.raises(ValueError, match=r"a version in runs/default, got '.*nowhere'; give"):
+    with pytest.raises(ValueError, match=r"a version in runs/default, got '.*nowhere'"):
         expand_resume("fit", [], str(tmp_path / "nowhere"))
 
 
@@ -598,7 +596,7 @@ def test_a_run_finds_its_data_from_another_directory(
     assert sums == "sums.jsonl"  # so that a project may be copied as a whole
     shutil.copytree(run, other / "copy")
     assert _test(other / "copy") == 0
-    with pytest.warns(UserWarning, match=r"resumed with other options .*: trainer.enable_progress_bar;"):
+    with pytest.warns(UserWarning, match=r"options that differ .*: trainer.enable_progress_bar;"):
         assert main(["fit", f"--resume={run}", "--trainer.max_steps=6", "--trainer.enable_progress_bar=true"]) == 0
     assert json.loads((run / "environment.json").read_text())["working_directory"] == str(project)
 

@@ -68,7 +68,7 @@ def test_predictions_for_other_prompts_are_refused_with_both(
             {"id": "test:test.jsonl:2", "prompt": "another", "response": "#### 1"}]  # fmt: skip
     assert main(["score", _write_rows(tmp_path / "q.jsonl", rows), *score_args[2:]]) == 2
     error = capsys.readouterr().err
-    assert "q.jsonl was made for something else: the prompt of 'test:test.jsonl:2' was 'another', is 'q1'" in error
+    assert "the prompt of 'test:test.jsonl:2' was 'another', is 'q1'" in error
     assert "were made with." in error
     (tmp_path / "config.yaml").touch()  # a run's, whose predictions lie beside it
     assert main(["score", str(tmp_path / "q.jsonl"), *score_args[2:]]) == 2

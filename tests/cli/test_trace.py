@@ -62,7 +62,7 @@ def test_every_decoder_has_a_trace(decoder: str, model: str, options: list[str],
         ([], "prompt: expected --ckpt_path with --prompt"),
         (["--prompt=x"], "prompt: expected --ckpt_path with --prompt"),
         (["--ckpt_path=x", "--prompt="], "empty prompt"),
-        (["--trace_file=x", "--prompt=x"], "trace_file: expected it alone"),
+        (["--trace_file=x", "--prompt=x"], "trace_file: expected --trace_file alone"),
         (["--trace_file=nowhere.json"], "trace_file: expected a saved trace"),
         (["--trace_file=x", "--seconds_per_forward=1"], "unknown option 'seconds_per_forward'"),
         (["--trace_file=x", "--output=nowhere/t.html"], "output: expected a file in a directory"),
@@ -101,7 +101,7 @@ def test_only_traces_are_replaced(name: str, tmp_path: Path, capsys: pytest.Capt
     trace = ["trace", "--ckpt_path", CAUSAL, "--prompt", PROMPT, "--max_new_tokens=8", "--output", str(output)]
     output.write_text("notes")
     assert main(trace) == 2
-    assert f"output: expected a new file, or one with a trace, got '{output}, which" in capsys.readouterr().err
+    assert f"output: expected a new file, or one with a trace, got '{output}, " in capsys.readouterr().err
     assert output.read_text() == "notes"
     output.unlink()
     assert main(trace) == main(trace) == 0

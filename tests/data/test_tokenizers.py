@@ -351,13 +351,13 @@ def test_files_of_a_newer_library_are_refused(tmp_path, bpe) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "model": {"type": "New"}}))
     with pytest.raises(ValueError, match=r"^tokenizer\.source: .*did not match any"):
         PretrainedTokenizer(source=str(tmp_path)).build(None)
-    with pytest.raises(ValueError, match="tokenizer files in the checkpoint cannot be read"):
+    with pytest.raises(ValueError, match="tokenizer files in the checkpoint"):
         StoredTokenizer(files={path.name: path.read_text() for path in tmp_path.iterdir()}).build(None)
 
 
 def test_damaged_files_of_a_checkpoint_are_refused() -> None:
     for files in ({"tokenizer.json": "{"}, {}):
-        with pytest.raises(ValueError, match="tokenizer files in the checkpoint cannot be read"):
+        with pytest.raises(ValueError, match="tokenizer files in the checkpoint"):
             StoredTokenizer(files=files).build(None)
-    with pytest.raises(ValueError, match=r"tokenizer files in a/last\.ckpt cannot be read"):
+    with pytest.raises(ValueError, match=r"tokenizer files in a/last\.ckpt"):
         tokenizer_from_files({}, "a/last.ckpt")

@@ -133,7 +133,7 @@ def test_work_on_another_source_is_refused(mutation: ModuleType, root: Path, wor
 @pytest.mark.parametrize("name", ["measured.json", "mutants-1.jsonl"])
 def test_work_on_an_unrecorded_source_is_refused(mutation: ModuleType, root: Path, work: Path, name: str) -> None:
     (work / name).write_text("")
-    with pytest.raises(ValueError, match=r"digest unknown\); give another directory to start from scratch\.$"):
+    with pytest.raises(ValueError, match=r"digest unknown\)"):
         mutation.check_source(work, root)
 
 

@@ -385,7 +385,7 @@ def test_a_text_out_of_order_beyond_the_sliding_window_is_refused() -> None:
 def test_heads_that_are_not_linear_are_refused() -> None:
     library = library_model("qwen3")
     library.lm_head = torch.nn.Sequential(torch.nn.Linear(32, VOCAB))
-    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM has no plain linear head \(found Sequential\)"):
+    with pytest.raises(ValueError, match=r"^backbone: Qwen3ForCausalLM .*Sequential"):
         Backbone(library, ModelTraits(), SPECIAL)
 
 
@@ -394,7 +394,7 @@ def test_an_unknown_attention_takes_no_mask(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
     assert model.config._attn_implementation == "flash_attention_2"
     ids, positions = draw_tokens(2, 6), shuffled_positions(2, 6)
-    with pytest.raises(ValueError, match="'flash_attention_2' cannot take the mask"):
+    with pytest.raises(ValueError, match=r"^attn_implementation: 'flash_attention_2'"):
         model.hidden_states(ids, positions, causal(2, 6))
     # The library takes a single row out of order for packed sequences unless it gets a mask.
     assert library_mask(model.body, None, positions, 4).all()

@@ -299,5 +299,5 @@ def test_integers_in_a_sharded_checkpoint_are_refused(tmp_path: Path) -> None:
     wanted = {"model.head": torch.zeros(4)}
     load_sharded(tmp_path, wanted)
     assert wanted["model.head"].sum() == 4
-    with pytest.raises(ValueError, match=r"model\.norm holds numbers of type torch\.int32"):
+    with pytest.raises(ValueError, match=r"model\.norm .*torch\.int32"):
         load_sharded(tmp_path, {"model.norm": torch.zeros(4)})

@@ -73,5 +73,5 @@ def test_gathered_weights_are_whole_from_then_on(mesh: DeviceMesh) -> None:
 def test_an_architecture_without_a_list_of_layers_is_refused(mesh: DeviceMesh) -> None:
     backbone = small()
     backbone.model.model.layers = nn.Sequential(*backbone.model.model.layers)
-    with pytest.raises(ValueError, match=r"trainer\.strategy: Qwen3ForCausalLM has no ModuleList of its 2 layers"):
+    with pytest.raises(ValueError, match=r"trainer\.strategy: Qwen3ForCausalLM .*ModuleList"):
         shard(backbone, mesh)

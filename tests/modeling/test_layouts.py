@@ -264,14 +264,14 @@ def test_shards_are_read_and_a_missing_one_is_named(tmp_path: Path) -> None:
 def test_wrong_checkpoints_end_in_one_message(tmp_path: Path) -> None:
     other = copy_model("llada-tiny", tmp_path / "other")
     shutil.copy(MODELS["dream-tiny"] / "model.safetensors", other / "model.safetensors")
-    with pytest.raises(ValueError, match=r"k_proj\.weight has the shape \(48, 96\), not \(96, 96\)"):
+    with pytest.raises(ValueError, match=r"k_proj\.weight .*\(48, 96\).*\(96, 96\)"):
         refusion_lit.load(other)
 
     part = copy_model("llada-tiny", tmp_path / "part")
     weights = load_file(part / "model.safetensors")
     weights.pop("model.transformer.blocks.1.attn_out.weight")
     save_file(weights, part / "model.safetensors")
-    with pytest.raises(ValueError, match=r"got none for model\.transformer\.blocks\.1\.attn_out\.weight and 0 more"):
+    with pytest.raises(ValueError, match=r"got none for model\.transformer\.blocks\.1\.attn_out\.weight"):
         refusion_lit.load(part)
 
     maskless = copy_model("fast-dllm-v2-tiny", tmp_path / "maskless")

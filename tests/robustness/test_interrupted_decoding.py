@@ -100,9 +100,7 @@ def test_resuming_is_refused_under_other_settings_or_with_nothing_to_do(
     args = _args("predict", tmp_path, "v")
     assert wait(start(args, tmp_path / "log", _signal_at(("ReFusion", 3), signal.SIGKILL))) == -signal.SIGKILL
     assert main([*args, "--model.resume=true", "--model.sampling.max_new_tokens=20"]) == 2
-    assert "predictions.jsonl was made for something else: sampling.max_new_tokens was 24, is 20." in (
-        capsys.readouterr().err
-    )
+    assert "sampling.max_new_tokens was 24, is 20" in (capsys.readouterr().err)
     assert main([*args, "--model.resume=true", "--data.task.seed=1"]) == 2
     assert "prompts.digest was" in capsys.readouterr().err
     assert main([*args, "--model.resume=true"]) == 0

@@ -90,9 +90,9 @@ def test_no_way_in(
 def test_trusting_code_is_off_and_says_what_it_means() -> None:
     assert BackboneConfig(source="x").trust_remote_code is False
     assert PretrainedTokenizer(source="x").trust_remote_code is False
-    with pytest.warns(UserWarning, match="Python code that comes with .* will run on this machine"):
+    with pytest.warns(UserWarning, match="^trust_remote_code: Python code "):
         tokenizer = PretrainedTokenizer(source=str(MODEL), trust_remote_code=True).build(None)
-    with pytest.warns(UserWarning, match="with all your rights"):
+    with pytest.warns(UserWarning, match="^trust_remote_code: .*rights"):
         BackboneConfig(source=str(MODEL), trust_remote_code=True).build(tokenizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -100,7 +100,7 @@ def test_trusting_code_is_off_and_says_what_it_means() -> None:
 
 
 def test_a_command_tells_once_that_code_is_trusted(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(UserWarning, match="will run on this machine") as message:
+    with pytest.warns(UserWarning, match="^trust_remote_code: ") as message:
         assert (
             main(["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--max_new_tokens=1", "--trust_remote_code"]) == 0
         )
@@ -148,7 +148,7 @@ def test_code_of_a_directory_runs_only_if_trusted_and_never_prompts(with_code: t
     with pytest.raises(ValueError, match=r"^backbone\.source: .*in Python code.*Set trust_remote_code: true"):
         config.build(tokenizer)
     assert not trace.exists()
-    with pytest.warns(UserWarning, match="will run on this machine"):
+    with pytest.warns(UserWarning, match="^trust_remote_code: "):
         backbone = replace(config, trust_remote_code=True).build(tokenizer)
     assert trace.exists()
     assert type(backbone.model).__name__ == "TinyForCausalLM"
@@ -159,6 +159,6 @@ def test_a_stored_tokenizer_never_prompts_for_trust(with_code: tuple[Path, Path]
     config = json.loads(files["tokenizer_config.json"])
     code = {"auto_map": {"AutoTokenizer": [None, "tiny.TinyTokenizer"]}, "tokenizer_class": "TinyTokenizer"}
     files["tokenizer_config.json"] = json.dumps(config | code)
-    with pytest.raises(ValueError, match="the tokenizer files in the checkpoint cannot be read"):
+    with pytest.raises(ValueError, match="tokenizer files in the checkpoint"):
         tokenizer_from_files(files)
     assert not with_code[1].exists()

@@ -32,7 +32,7 @@ def test_a_changed_trace_is_refused(name: str, value: object, tmp_path: Path) ->
     document = json.loads(file.read_text())
     document["trace"][name] = value
     file.write_text(json.dumps(document))
-    with pytest.raises(ValueError, match=r"trace_file: expected a trace as it was written, got .* which was changed"):
+    with pytest.raises(ValueError, match=r"trace_file: expected a trace as it was written, got .*"):
         read_trace(file)
 
 
@@ -43,7 +43,7 @@ def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_bytes(content)
     with pytest.raises(ValueError, match="trace_file: "):
         read_trace(tmp_path / "t.json")
-    with pytest.raises(ValueError, match="which is not a file"):
+    with pytest.raises(ValueError, match=r"^trace_file: .* is not a file"):
         read_trace(tmp_path)
 
 

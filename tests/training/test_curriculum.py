@@ -57,5 +57,5 @@ def test_sizes_follow_the_borders_and_a_resumed_run_ends_alike(tmp_path: Path) -
 
 
 def test_training_without_an_end_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"trainer\.max_steps: expected a number above 0, or one in trainer"):
+    with pytest.raises(ValueError, match=r"trainer\.max_steps: expected a number above 0 here or in trainer"):
         fit(tmp_path, max_steps=-1)

@@ -58,8 +58,8 @@ def _find_values(path: str | Path) -> Path:
     """
     if is_sharded_checkpoint(path):
         file = Path(path) / _PLAIN_VALUES
-        got = f"{path}, which lacks {_PLAIN_VALUES}, written last"
-        require(file.is_file(), "ckpt_path", "a complete checkpoint", got, "use an earlier one")
+        got = f"{path}, which lacks {_PLAIN_VALUES}, the file that is written last"
+        require(file.is_file(), "ckpt_path", "a complete checkpoint", got, "use an earlier checkpoint")
         check_index(Path(path) / INDEX)
     else:
         file = Path(path)
@@ -84,7 +84,7 @@ def model_source(source: str | Path) -> str:
     expected = "a checkpoint, a Hugging Face directory or a hub id"
     path = Path(source)
     require(str(source) != "", option, expected, source, "give one")
-    fix = "give it with --draft, and its model as ckpt_path"
+    fix = "give the drafter with --draft, and its base model as ckpt_path"
     is_drafter = (path / "drafter.json").is_file() and not (path / "config.json").is_file()
     require(not is_drafter, option, expected, f"{source}, which is a drafter", fix)
     if path.is_dir() and not is_checkpoint_file(source) and not (path / "config.json").is_file():

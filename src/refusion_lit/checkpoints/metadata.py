@@ -84,7 +84,7 @@ class CheckpointMetadata:
         stored = checkpoint.get(METADATA_KEY)
         if not isinstance(stored, dict) or "architecture" not in stored:
             raise ValueError(
-                f"ckpt_path: expected a checkpoint written by refusion-lit, got {path}, which says nothing of its "
+                f"ckpt_path: expected a checkpoint written by refusion-lit, got {path}, which has no record of "
                 "architecture and tokenizer. Train one with `refusion-lit fit`, or give a Hugging Face directory."
             )
         if stored.get("format", 1) > _FORMAT:

@@ -140,7 +140,7 @@ def pair(model: TextModel, other: TextModel) -> None:
     others = other.tokenizer.get_vocab()
     differing = next((token for token, number in others.items() if vocabulary.get(token, number) != number), None)
     got = f"a tokenizer with another id for {differing!r}"
-    require(differing is None, "verifier", "a model with the same tokenizer", got, "load another one")
+    require(differing is None, "verifier", "a model with the same tokenizer", got, "load another verifier")
     model.verifier = other.backbone
 
 
@@ -302,7 +302,7 @@ def restore_metadata(
     if tokenizer is not None and stored.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"data.tokenizer: expected the {len(stored)} tokens that the checkpoint was trained with, got "
-            f"{len(tokenizer)} others. Take the config and the data that the checkpoint was trained with."
+            f"{len(tokenizer)} other tokens. Take the config and the data that the checkpoint was trained with."
         )
     backbone.traits = metadata.traits
     if metadata.adapters is not None and backbone.adapters is None and not resumes:

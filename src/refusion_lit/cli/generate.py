@@ -295,7 +295,7 @@ def _read_schema(path: str | None) -> Any:  # noqa: ANN401 - any JSON value
         return json.loads(read_text(path, "json_schema"))
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}: {error.msg}"
-        raise ValueError(f"json_schema: {path} is not JSON ({place}); write an object there.") from error
+        raise ValueError(f"json_schema: {path} is not JSON ({place}); write a JSON object into the file.") from error
 
 
 def read_prompts(source: str, template: str | None = None) -> Iterator[PromptRequest]:

@@ -445,8 +445,8 @@ def _warn_busy_machine() -> None:
     num_cpus = os.cpu_count() or 1
     if num_threads > 1 and load > 1.25 * num_cpus:  # a run of ours that has just ended leaves a load of num_cpus
         warnings.warn(
-            f"this machine is busy (a load of {load:.1f} on {num_cpus} processors), and {num_threads} threads that "
-            "wait for one another may train many times as slowly as one; try --num_threads 1.",
+            f"num_threads: this machine is busy (a load of {load:.1f} on {num_cpus} processors). {num_threads} threads "
+            "that wait for one another may train many times slower than a single thread; try --num_threads 1.",
             stacklevel=2,
         )
 
@@ -469,7 +469,9 @@ def _check_backbone(backbone: Namespace, command: str) -> None:
             "config names no model.backbone either; give --ckpt_path."
         )
     if backbone.source is None:
-        rank_zero_warn("ckpt_path: none given, so that the model has random weights; give --ckpt_path to use others")
+        rank_zero_warn(
+            "ckpt_path: none given, so the model has random weights; give --ckpt_path to load trained weights"
+        )
 
 
 def _as_list(value: Any) -> list[Any]:  # noqa: ANN401 - loggers or callbacks

@@ -166,7 +166,7 @@ def load_model(options: Namespace, check: CheckPlan | None = None) -> TextModel:
     is_used = decoder is not None and "verifier" in decoder.requirements().predictions
     got = "the model's own" if decoder is None else type(decoder).__name__
     fix = "add --decoder APD, or leave it out"
-    require(is_used or options.verifier is None, "verifier", "a decoder that uses it, as APD does", got, fix)
+    require(is_used or options.verifier is None, "verifier", "a decoder that uses a verifier, as APD does", got, fix)
     fix = "add --verifier with an autoregressive model that has the same tokenizer"
     require(not is_used or options.verifier is not None, "verifier", f"a second model for {got}", None, fix)
     names = ("checkpoint_format", "attention", "block_size", "batch_invariant")

@@ -231,11 +231,12 @@ class SaveRun(SaveConfigCallback):
         names = sorted(self._changed.keys() - _LENGTHS)
         if names:
             kept = f"{CONFIG} keeps the options of the start, {ENVIRONMENT} records the change"
-            rank_zero_warn(f"resumed with other options than the run was started with: {', '.join(names)}; {kept}")
+            rank_zero_warn(f"resumed with options that differ from the start of the run: {', '.join(names)}; {kept}")
         if self._dropped:
             dropped = ", ".join(f"{name} ({value})" for name, value in self._dropped.items())
             rank_zero_warn(
-                f"{CONFIG} holds again for what the last resumption changed: {dropped}; repeat it to keep it"
+                f"options that the last resumption changed have the values of {CONFIG} again: {dropped}; give them "
+                "again to keep the change"
             )
 
 

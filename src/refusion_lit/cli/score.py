@@ -94,7 +94,7 @@ def _check(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source
         expected = examples[line["id"]].query
         if got is not None and got != expected:
             raise ValueError(
-                f"predictions: {source} was made for something else: the prompt of {line['id']!r} was "
+                f"predictions: {source} was made for other prompts: the prompt of {line['id']!r} was "
                 f"{got!r:.80}, is {expected!r:.80} in the task; give --task with the options that the predictions "
                 f"were made with{hint}."
             )

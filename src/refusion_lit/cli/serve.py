@@ -62,8 +62,14 @@ def run(args: list[str]) -> int:
         raise ValueError(f"serve: needs {error.name}; run pip install {packages}.") from error
     key = os.environ.get(API_KEY) or None
     is_sendable = key is None or bool(re.fullmatch("[!-~]+", key))
-    fix = "set another key; one that is read from a file may end with a line break"
-    require(is_sendable, API_KEY, "printable ASCII characters without blanks", "others, which clients cannot send", fix)
+    fix = "set another key; a key from a file may end with a line break"
+    require(
+        is_sendable,
+        API_KEY,
+        "printable ASCII characters without blanks",
+        "other characters, which clients cannot send",
+        fix,
+    )
     fix = f"set {API_KEY} to a secret that clients send, or use 127.0.0.1"
     is_safe = key is not None or options.host in LOCAL_HOSTS
     require(is_safe, "host", f"127.0.0.1, ::1 or localhost where {API_KEY} is not set", options.host, fix)

@@ -163,7 +163,7 @@ def make_resolver() -> Resolve:
         parsed[subcommand].pop("config", None)
         resolved = yaml.safe_load(cli.parser.dump(parsed, skip_none=False, skip_validation=True))[subcommand]
         logger = resolved["trainer"].get("logger")
-        expected = "the default in a sweep, which finds results by it"
+        expected = "the default loggers, because a sweep finds its results in their directory"
         require(logger in (None, True), "trainer.logger", expected, logger, "leave the option out")
         folders = list(map(str, list_dirpaths(resolved["trainer"].get("callbacks")))) if subcommand == "fit" else []
         fix = "leave it out: each point has a directory of its own"

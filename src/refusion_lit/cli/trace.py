@@ -59,9 +59,9 @@ def _check(options: Namespace, output: Path) -> None:
     """Refuse options that exclude each other, and an output file with other contents, before a model is loaded."""
     if options.trace_file is not None:
         if options.ckpt_path is not None or options.prompt is not None:
-            raise ValueError("trace_file: expected it alone, got a model or a prompt too; give one or the other.")
+            raise ValueError("trace_file: expected --trace_file alone, got --ckpt_path or --prompt, too; drop them.")
     elif options.ckpt_path is None or options.prompt is None:
-        raise ValueError("prompt: expected --ckpt_path with --prompt, or --trace_file; give one or the other.")
+        raise ValueError("prompt: expected --ckpt_path and --prompt, or --trace_file; give the missing option.")
     elif not options.prompt:
         raise ValueError("prompt: expected some text, got an empty prompt; give it some text.")
 

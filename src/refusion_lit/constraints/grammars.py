@@ -75,7 +75,7 @@ class GrammarCompiler:
         try:
             self.tokenizer = self._library.LLTokenizer(text, n_vocab=self.vocab_size, eos_token=self.eos_token_ids)
         except ValueError as error:
-            message = f"{OPTION}: this tokenizer cannot keep a schema: {error}; leave it out."
+            message = f"{OPTION}: a schema cannot be enforced with this tokenizer: {error}; leave the schema out."
             raise OptionError(message, OPTION) from error
         usable = [token for token in reversed(range(self.vocab_size)) if not self.tokenizer.is_special_token(token)]
         by_text = {self.tokenizer.decode_bytes([token]): token for token in usable}
@@ -93,7 +93,9 @@ class GrammarCompiler:
         """
         if schema is False:
             expected = "a schema that allows a value without control characters"
-            raise OptionError(f"{OPTION}: expected {expected}, got a schema that allows none; change it.", OPTION)
+            raise OptionError(
+                f"{OPTION}: expected {expected}, got a schema that allows no such value; change it.", OPTION
+            )
         text = json.dumps({} if schema is True else schema)  # options of llguidance apply to objects only
         integers, fractions = list[str](), list[str]()
         json.loads(text, parse_int=integers.append, parse_float=fractions.append)
@@ -113,7 +115,7 @@ class GrammarCompiler:
         except ValueError as error:
             grammar, reason = "", str(error)
         if reason:
-            message = f"{OPTION}: this schema cannot be kept: {' '.join(reason.split())[:300]}; simplify it."
+            message = f"{OPTION}: this schema cannot be enforced: {' '.join(reason.split())[:300]}; simplify it."
             raise OptionError(message, OPTION)
         return grammar
 

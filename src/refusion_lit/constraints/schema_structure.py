@@ -163,5 +163,5 @@ def refusal(what: str, name: str) -> OptionError:
         what: The schema part.
         name: The value to which it belongs.
     """
-    message = f"{OPTION}: a decoder that draws in any order cannot keep {what} in {name}; {FIX}."
+    message = f"{OPTION}: a decoder that draws in any order cannot enforce {what} in {name}; {FIX}."
     return OptionError(message, OPTION)

@@ -122,7 +122,7 @@ class Schemas:
         completion = begin(MAX_COMPLETION).find_completion(MAX_COMPLETION)
         fix = "simplify the schema, or bound its values"
         expected = f"an answer of at most {MAX_COMPLETION} tokens"
-        require(completion is not None, OPTION, expected, "none that was found", fix)
+        require(completion is not None, OPTION, expected, "a schema that has none", fix)
         num_tokens = len(completion or ())
         expected = f"at least {num_tokens}, the length of an answer that keeps the schema"
         require(num_tokens <= sampling.max_new_tokens, "max_new_tokens", expected, sampling.max_new_tokens, "raise it")

@@ -68,7 +68,7 @@ class Template:
                 require(end == len(text), "template", "{{...}} at its end only", text[:80], "move or remove it")
                 continue
             span = int(mark[1]), int(mark[2] or mark[1])
-            expected = f"spans of 1 to {MAX_SPAN} tokens, the lesser number first"
+            expected = f"spans of 1 to {MAX_SPAN} tokens, the smaller number first"
             require(1 <= span[0] <= span[1] <= MAX_SPAN, "template", expected, mark[0], "write {{3}} or {{1-6}}, say")
             parts.append(span)
         parts += [text[end:]] if text[end:] else []

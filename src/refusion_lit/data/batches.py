@@ -190,8 +190,8 @@ class TrainingLoader(DataLoader[ResponseBatch]):
                     "model.backbone.source."
                 )
             rank_zero_warn(
-                f"{self.split.option}: {change}: training goes on with these, so that it does not end where an "
-                "uninterrupted run ends."
+                f"{self.split.option}: {change}: training continues with the changed samples, so the final weights "
+                "differ from an uninterrupted run."
             )
         self._resumed = (int(state["epoch"]), int(state["num_batches"]))
 

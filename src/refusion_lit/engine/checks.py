@@ -107,16 +107,16 @@ def check_model(
     special = model.special_tokens
     reasons = check_traits(model.traits, decoder, allow_mismatch=allow_mismatch, fix=fix)
     has_masks = special.mask_token_id is not None or not any("mask" in name for name in needs.predictions)
-    require(has_masks, "decoder", "a model with a mask token", "one without", "train it with Hybrid or Masked")
+    require(has_masks, "decoder", "a model with a mask token", "none", "train it with Hybrid or Masked")
     check_drafter(decoder, has_drafter=bool(special.draft_token_ids))
     return reasons
 
 
 def check_drafter(decoder: Decoder, *, has_drafter: bool) -> None:
     """Refuse a decoder that needs a drafter on a model without a drafter."""
-    fix = "load one with --draft, or set slot_size to the model's if it was trained with the hybrid objective"
+    fix = "load a drafter with --draft, or set slot_size if the model was trained with the objective Hybrid"
     fits = has_drafter or not decoder.requirements().drafter
-    require(fits, "decoder", "a model with a drafter", "one without", fix)
+    require(fits, "decoder", "a model with a drafter", "no drafter", fix)
 
 
 def check_context(
@@ -188,11 +188,15 @@ def _check_given(model: LanguageModel, decoder: Decoder, prompt: Prompt, samplin
     reason = decoder.refusal(prompt)
     if reason is not None:
         problem = f"{type(decoder).__name__} cannot keep {name} in place: {reason}"
-        raise ValueError(f"decoder: {problem}; use one that can, such as ReFusion or LLaDA, with a model that fits it.")
+        raise ValueError(
+            f"decoder: {problem}; use a decoder that can, such as ReFusion or LLaDA, with a model that fits it."
+        )
     early = {*prompt.given[:-1]} & {*model.special_tokens.eos_token_ids}
     expected = f"an EOS token only at the end of {name}"
-    require(not early, "template", expected, "one before it", "end it there, or remove the token")
-    expected = f"at least {prompt.num_to_fill}, the number of tokens to fill in in {name}"
+    require(
+        not early, "template", expected, "an EOS token before the end", "end the template there, or remove the token"
+    )
+    expected = f"at least {prompt.num_to_fill}, the number of tokens that are missing in {name}"
     most = sampling.max_new_tokens
     require(prompt.num_to_fill <= most, "max_new_tokens", expected, most, "raise it")
 

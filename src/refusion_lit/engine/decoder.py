@@ -142,7 +142,7 @@ class RowState:
             got = f"{list(tokens)!r:.40} at {list(places)!r:.40}"  # no option is named, so that file and line are
             raise ValueError(
                 f"decoder: a step commits {got}; expected ids below {known.vocab_size} other than the mask token, each "
-                f"at a masked place below {len(self.tokens)}: commit what was drawn, once."
+                f"at a masked place below {len(self.tokens)}: commit every drawn token once."
             )
         for place, token in zip(places, tokens, strict=True):
             self.tokens[place] = token

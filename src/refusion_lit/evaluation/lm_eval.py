@@ -223,7 +223,7 @@ class RefusionLitModel(LM):
         got = ", ".join(sorted(values.keys() - _GENERATION_OPTIONS))
         if got:
             raise ValueError(
-                f"generation_kwargs: expected {expected}, got {got}; remove what no decoder here can honour."
+                f"generation_kwargs: expected {expected}, got {got}; remove the others, which no decoder supports."
             )
         return SamplingParams(
             max_new_tokens=values["max_gen_toks"],

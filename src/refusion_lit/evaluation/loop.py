@@ -97,7 +97,7 @@ class _DecoderState:
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError) as error:
             file.close()
             raise OptionError(
-                f"resume: expected the counts of an interrupted test in {meta_path(file.path)}, got damaged ones "
+                f"resume: expected the counts of an interrupted test in {meta_path(file.path)}, got damaged counts "
                 f"({error_reason(error)}); start again without resume.",
                 "resume",
             ) from error
@@ -163,7 +163,9 @@ class Evaluation(L.Callback):
         require(options.verifier is not None or not users, option, f"a second model for {', '.join(users)}", None, fix)
         got = ", ".join(named) or "the model's own"
         fix = "add APD to model.decoders, or leave it out"
-        require(options.verifier is None or bool(users), option, "a decoder that uses it, as APD does", got, fix)
+        require(
+            options.verifier is None or bool(users), option, "a decoder that uses a verifier, as APD does", got, fix
+        )
         self.named_decoders = named
         self.sampling = sampling
         self.options = options

@@ -119,7 +119,9 @@ def check_writable(file: Path, *, overwrite: bool, source: str | Path | None = N
     Raises:
         ValueError: If the file has other contents or is a directory, or its directory does not exist.
     """
-    require(file.suffix != ".gz", "output", "a name without .gz, as it is not compressed", str(file), "rename it")
+    require(
+        file.suffix != ".gz", "output", "a name without .gz, because the file is not compressed", str(file), "rename it"
+    )
     is_kind = overwrite or read_fingerprint(file) is not None or _is_empty(file)
     require_free(file, "predictions of refusion-lit", is_kind=is_kind, source=source, fix="add --overwrite")
 
@@ -250,7 +252,7 @@ class PredictionsFile:
             num_lines, lines, fingerprint = 1, [], {}
         expected = f"the predictions of an interrupted run in {self.path}, and their fingerprint beside them"
         fix = "start again without resume, or choose another file"
-        require(len(self.done) == num_lines, "resume", expected, "another file, or a changed one", fix)
+        require(len(self.done) == num_lines, "resume", expected, "another file, or a file that was changed", fix)
         fix = "Give the options that it was made with, or start again without resume"
         check_fingerprint("resume", str(self.path), fingerprint, self._fingerprint, fix=fix)
         return b"".join(line + b"\n" for line in lines)

@@ -216,7 +216,7 @@ def _build(named: Mapping[str, Any]) -> Decoder | None:
             if not isinstance(cls, type) or not issubclass(cls, Decoder):
                 warnings.warn(
                     f"the model was trained by {named[_OBJECTIVE]} for the decoder {named['class_path']}, whose module "
-                    "is not imported, so the decoder is chosen by what the model predicts. Name it (--decoder).",
+                    "is not imported, so the decoder is chosen by what the model predicts. Name a decoder (--decoder).",
                     stacklevel=5,
                 )
                 return None

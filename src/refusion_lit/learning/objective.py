@@ -175,7 +175,13 @@ def corrupt_and_check(
     require(counts_shape == expected, f"{name}: counts", f"one per term, {expected}", counts_shape, fix)
     attention = objective.traits.attention
     is_stated = corrupted.visible is not None or attention == "causal"
-    require(is_stated, f"{name}: visible", f"the ranges of {attention} attention", None, "state them; None is causal")
+    require(
+        is_stated,
+        f"{name}: visible",
+        f"the ranges of {attention} attention",
+        None,
+        "set them; None means causal attention",
+    )
     return corrupted
 
 

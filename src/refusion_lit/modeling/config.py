@@ -169,8 +169,8 @@ def load_config(
 def _published_config(published: CheckpointFormat, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:  # noqa: ANN401 - one class per architecture
     """Return transformers' config for a published checkpoint's config."""
     reads_text = published.base == "diffusion_gemma" or values.get("vision_config") is None
-    expected = f"none in the config of a {published.name} checkpoint, which reads text alone"
-    require(reads_text, "backbone.source: vision_config", expected, values.get("vision_config"), "load a model of text")
+    expected = f"none in the config of a {published.name} checkpoint, which reads text only"
+    require(reads_text, "backbone.source: vision_config", expected, values.get("vision_config"), "load a text model")
     try:
         config = AutoConfig.for_model(**published.library_options(values))
         for name, value in overrides.items():

@@ -239,13 +239,19 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDraft
         weights = load_checked([path / WEIGHTS_FILE])
     except (OSError, SafetensorError) as error:
         raise _no_drafter(path, error) from error
-    require(is_current, "draft", f"a drafter in format {FORMAT}", f"{path} in another", "export it again")
+    require(is_current, "draft", f"a drafter in format {FORMAT}", f"{path} in another format", "export it again")
     check_base_weights(body, digest, f"the model of {path} ({origin.base}; see its README)")
     assert isinstance(origin.options, DrafterOptions)
     drafter = Drafter(body, origin.options, origin.base)
     expected = {name: weight.shape for name, weight in drafter.state_dict().items()}
     fix = "export the drafter again"
-    require({n: w.shape for n, w in weights.items()} == expected, "draft", "its options' weights", "others", fix)
+    require(
+        {n: w.shape for n, w in weights.items()} == expected,
+        "draft",
+        "the weights of its options",
+        "other weights",
+        fix,
+    )
     drafter.load_state_dict(weights)
     return drafter
 

@@ -126,7 +126,7 @@ class BackboneConfig:
             # Refuses a block size without blocks, and blocks without a size.
             ModelTraits(attention=self.attention or "causal", block_size=self.block_size)
         trained = [name for name in ("lora", "drafter", "block_drafter", "draft") if getattr(self, name) is not None]
-        expected = "one of lora, drafter or block_drafter (new ones) and draft (an exported one)"
+        expected = "one of lora, drafter and block_drafter (new weights) and draft (an exported drafter)"
         require(len(trained) <= 1, "backbone", expected, " and ".join(trained), "train one of them")
         fits = not self.gradient_checkpointing or trained in ([], ["lora"])
         fix = "set it to false: the frozen model's forward keeps no gradients"
@@ -229,7 +229,7 @@ class BackboneConfig:
         expected = "null for a model whose encoder and decoder share weights"
         require(self.lora is None, "backbone.lora", expected, self.lora, "train all weights")
         expected = "a strategy with whole weights for a model whose encoder and decoder share weights"
-        require(not is_sharded, "trainer.strategy", expected, "one that shards weights", "use the strategy ddp")
+        require(not is_sharded, "trainer.strategy", expected, "a strategy that shards weights", "use the strategy ddp")
 
 
 def _choose_traits(options: BackboneConfig, config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelTraits:  # noqa: ANN401 - one class per architecture

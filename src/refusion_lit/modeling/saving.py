@@ -137,7 +137,8 @@ def save_adapters(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, direct
     adapters = backbone.adapters
     if adapters is None:
         raise ValueError(
-            "adapter_only: expected a model with low-rank adapters, got a model without; export without adapter_only."
+            "adapter_only: expected a model with low-rank adapters, got a model without adapters; export without "
+            "adapter_only."
         )
     if adapters.base is None:
         raise ValueError(
@@ -151,7 +152,7 @@ def save_adapters(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, direct
         fix = "export without adapter_only, which merges the adapters"
         is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().base_layer.weight
         got = "adapters of the embedding of a base whose head is tied to it, which peft would change too"
-        require(not is_tied, "adapter_only", "a head with weights of its own", got, fix)
+        require(not is_tied, "adapter_only", "a head that is not tied to the embedding", got, fix)
         got = "adapters of the embedding and rows for new tokens, which peft cannot combine"
         require(not adapters.new_token_ids, "adapter_only", "a base with a row for every token", got, fix)
     if adapters.new_token_ids:

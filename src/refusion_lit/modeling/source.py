@@ -85,7 +85,7 @@ class ModelSource:
         where = f"{option}: model_type in the config of {name}"
         require(isinstance(model_type, str | None), where, "the name of an architecture", model_type, "correct it")
         expected = "a checkpoint, a Hugging Face directory or a hub id"
-        fix = "give it with --draft, and its model as ckpt_path"
+        fix = "give the drafter with --draft, and its base model as ckpt_path"
         is_model = values.get("model_type") != _ASSISTANT
         require(is_model, option, expected, f"{name}, which is a drafter", fix)
         if trust_remote_code:

@@ -121,7 +121,7 @@ def score_response(task: Task, example: Example, response: str) -> tuple[float |
     except Exception as error:
         error.add_note(f"{name} failed on example {example.id!r}, response {response[:200]!r}")
         raise
-    fix = f"see what it returns for example {example.id!r}"
+    fix = f"check what it returns for example {example.id!r}"
     figures: Mapping[str, Any] = returned if isinstance(returned, Mapping) else {"score": returned}
     score = figures.get("score")
     is_score = score is None or isinstance(score, bool) or (is_number(score, Real) and 0 <= score <= 1)

@@ -102,7 +102,7 @@ class SlotDiffusionModule(L.LightningModule):
         fix = "pass BackboneConfig(source=...), or BackboneConfig(config=...) for random weights"
         require(is_config, "model.backbone", expected, type(backbone).__name__, fix)
         is_tokenizer = tokenizer is None or isinstance(tokenizer, PreTrainedTokenizerBase)
-        fix = "pass the data module's built_tokenizer, or leave it out: trainer.fit(module, data) takes that one"
+        fix = "pass the data module's built_tokenizer, or leave it out: trainer.fit(module, data) then passes it"
         require(is_tokenizer, "tokenizer", "a tokenizer of transformers", type(tokenizer).__name__, fix)
         for option, value, kind in (
             ("objective", objective, Objective),
@@ -116,7 +116,7 @@ class SlotDiffusionModule(L.LightningModule):
             )
         for option, function in {"optimizer": optimizer, "lr_scheduler": lr_scheduler}.items():
             fix = "pass a class of torch, or a functools.partial of it with its options"
-            expected = "a function that makes one"
+            expected = f"a function that makes the {option.replace('lr_', '')}"
             require(function is None or callable(function), f"model.{option}", expected, f"{function!r:.60}", fix)
         self.backbone_config = backbone
         self.tokenizer = tokenizer
@@ -238,7 +238,7 @@ class SlotDiffusionModule(L.LightningModule):
         has_masks = any("mask" in prediction for prediction in self.objective.traits.predictions or ())
         is_unique = not has_masks or tokens.mask_token_id is None or tokens.mask_token_id not in others
         got = f"{self.tokenizer.mask_token}, which ends, begins or pads texts or is part of prompts"
-        fix = "remove mask_token from tokenizer_config.json and mask_token_id from config.json: one is added then"
+        fix = "remove mask_token from tokenizer_config.json and mask_token_id from config.json, to add a mask token"
         require(is_unique, "data.tokenizer", "a mask token of its own", got, fix)
 
     def _name_decoder(self) -> None:
@@ -257,7 +257,7 @@ class SlotDiffusionModule(L.LightningModule):
         for name, decoder in self.evaluation.named_decoders.items():
             for reason in decoder.requirements().mismatches(self.model.traits)[:1]:
                 what = f"model.decoders.{name}: {type(decoder).__name__} does not fit what the objective trains"
-                rank_zero_warn(f"{what}: {reason}; a test will refuse it, so name another one.")
+                rank_zero_warn(f"{what}: {reason}; `refusion-lit test` will refuse the decoder, so name another.")
 
     def _warn_of_long_canvas(self, data: InstructionDataModule) -> None:
         """Warn if decoders will have a canvas longer than any on which the model learns where responses end."""
@@ -286,7 +286,7 @@ class SlotDiffusionModule(L.LightningModule):
         optimizer, decoupled = self.trainer.optimizers[0], "decoupled_weight_decay"  # differs between Adam and AdamW
         group, defaults = optimizer.param_groups[0], optimizer.defaults
         fits = defaults.keys() <= group.keys() and defaults.get(decoupled) == group.get(decoupled)
-        fix = "give the one that wrote it, or start from its exported weights as model.backbone.source"
+        fix = "name the optimizer that wrote it, or start from its exported weights as model.backbone.source"
         require(fits, "model.optimizer", "the optimizer of the checkpoint", type(optimizer).__name__, fix)
         if self._is_resumed:
             scheduler = self.trainer.lr_scheduler_configs[0].scheduler
@@ -321,7 +321,7 @@ class SlotDiffusionModule(L.LightningModule):
     def _num_steps(self) -> int:
         """Number of optimizer steps in the whole training."""
         number = self.trainer.estimated_stepping_batches
-        expected = "a number above 0, or one in trainer.max_epochs"
+        expected = "a number above 0 here or in trainer.max_epochs"
         require(0 < number < math.inf, "trainer.max_steps", expected, self.trainer.max_steps, "set one of them")
         return int(number)
 

@@ -136,7 +136,7 @@ def make_optimizer(module: nn.Module, make: OptimizerCallable | None) -> Optimiz
     with _renamed_errors("model.optimizer"):
         optimizer = make(parameter_groups(module))
     has_step = type(optimizer).step is not Optimizer.step
-    fix = "name one that has step, such as torch.optim.AdamW"
+    fix = "name an optimizer with a method step, such as torch.optim.AdamW"
     require(has_step, "model.optimizer.class_path", "an optimizer's class", type(optimizer).__name__, fix)
     warn_of_lost_updates(optimizer)
     return optimizer
@@ -154,7 +154,7 @@ def make_scheduler(optimizer: Optimizer, make: LRSchedulerCallable) -> LRSchedul
     is_schedule = scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
     expected = "a schedule that depends on the step alone"
     got = type(scheduler).__name__ if scheduler else LRScheduler.__name__
-    fix = "name one such as CosineAnnealingLR, or leave it out for model.schedule"
+    fix = "name a schedule such as CosineAnnealingLR, or leave the option out to use model.schedule"
     require(is_schedule, "model.lr_scheduler.class_path", expected, got, fix)
     assert scheduler is not None
     return scheduler
@@ -200,10 +200,10 @@ def apply_optimizer_options(
         changed = {name: value for name, value in new.items() if old.get(name, value) != value}
         for name in need_averages:
             is_possible = bool(old.get(name)) or not changed.get(name)
-            expected = f"{old.get(name)}, as the checkpoint lacks averages for it"
+            expected = f"{old.get(name)}, because the checkpoint has no running average for another value"
             require(is_possible, f"model.optimizer.{name}", expected, changed.get(name), fix)
         if "lr" in changed:
-            expected = f"{old['lr']}, as {type(scheduler).__name__} cannot take another one in a run"
+            expected = f"{old['lr']}, because {type(scheduler).__name__} cannot change it within a run"
             require(is_factor, "model.optimizer.lr", expected, changed.pop("lr"), fix)
             group["initial_lr"] = new["lr"]
         group.update(changed)

@@ -112,9 +112,9 @@ def require_free(
     require_writable(directory, "output")
     require(not output.is_dir(), "output", "a file", str(output), "name a file in that directory")
     is_other = source is None or output.resolve() != Path(source).resolve()
-    require(is_other, "output", "another file than the one that is read", str(output), "choose another name")
+    require(is_other, "output", "a file other than the input file", str(output), "choose another name")
     expected = f"a new file{f', or one with {kind}' if kind else ''}"
-    got = f"{output}, which is something else"
+    got = f"{output}, a file of another kind"
     require(is_kind or not output.exists(), "output", expected, got, f"choose another name, or {fix}")
 
 
@@ -287,7 +287,7 @@ def check_fingerprint(option: str, name: str, recorded: Fingerprint, current: Fi
     if changes:
         more = f" and {len(changes) - _NUM_SHOWN} more" if len(changes) > _NUM_SHOWN else ""
         listed = "; ".join(f"{key} was {before!r}, is {now!r}" for key, before, now in changes[:_NUM_SHOWN])
-        raise ValueError(f"{option}: {name} was made for something else: {listed}{more}. {fix}.")
+        raise ValueError(f"{option}: {name} was made with another model or other options: {listed}{more}. {fix}.")
 
 
 def differences(before: object, after: object, name: str = "") -> Iterator[tuple[str, object, object]]:

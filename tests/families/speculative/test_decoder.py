@@ -219,11 +219,9 @@ def test_masks_stand_where_they_pay() -> None:
 
 def test_a_model_without_masks_is_refused() -> None:
     requests = [Prompt(token_ids=(5,), id="0")]
-    with pytest.raises(ValueError, match=r"^decoder: expected a model with a drafter, .* load one with --draft"):
+    with pytest.raises(ValueError, match=r"^decoder: expected a model with a drafter, .*--draft"):
         decode(HashModel(traits=NEXT, special=UNABLE), SelfSpeculative(), requests, SamplingParams())
-    with pytest.raises(
-        ValueError, match=r"or set slot_size to the model's if it was trained with the hybrid objective"
-    ):
+    with pytest.raises(ValueError, match=r"^decoder: expected a model with a drafter, .*slot_size"):
         decode(HashModel(traits=ModelTraits(), special=UNABLE), SelfSpeculative(), requests, SamplingParams())
     sequential = SelfSpeculative(num_drafts=0)
     decode(HashModel(traits=NEXT, special=UNABLE), sequential, requests, SamplingParams(max_new_tokens=3))
@@ -231,13 +229,13 @@ def test_a_model_without_masks_is_refused() -> None:
 
 def test_a_hybrid_model_without_slot_size_is_refused_with_the_option_to_set() -> None:
     requests = [Prompt(token_ids=(5,), id="0")]
-    with pytest.raises(ValueError, match=r"the predictions next_token, .*\. Set slot_size to the model's") as refused:
+    with pytest.raises(ValueError, match=r"next_token, .*slot_size") as refused:
         decode(HashModel(traits=HYBRID, special=UNABLE), SelfSpeculative(), requests, SamplingParams())
     assert "allow_mismatch" not in str(refused.value)
     set_as_told = SelfSpeculative(slot_size=4)
     decode(HashModel(traits=HYBRID, special=UNABLE), set_as_told, requests, SamplingParams(max_new_tokens=3))
     for decoder, traits in ((SelfSpeculative(), MASKED), (set_as_told, NEXT)):  # no slot_size makes these fit
-        with pytest.raises(ValueError, match=r"Set allow_mismatch to true to run it anyway\.$"):
+        with pytest.raises(ValueError, match="allow_mismatch"):
             decode(HashModel(traits=traits, special=UNABLE), decoder, requests, SamplingParams())
 
 

@@ -212,9 +212,12 @@ class Rollouts(StepSource):
             values = _checked_rewards(reward, examples, texts)
             distinct = {value for value in values if not math.isnan(value)}
             if not distinct or (len(distinct) == 1 and not self.figures):  # later, all may have learnt it
-                what = f"equal to {distinct.pop():g}" if distinct else "NaN"
+                what = f"{distinct.pop():g}" if distinct else "NaN"
                 name = type(reward).__name__
-                warnings.warn(f"{name}.rewards: all of a roll-out are {what}; such answers teach nothing", stacklevel=2)
+                warnings.warn(
+                    f"{name}.rewards: all answers of a roll-out got {what}; answers with equal rewards teach nothing",
+                    stacklevel=2,
+                )
             weight = reward.weight if isinstance(reward, Reward) else 1.0
             totals = [total + weight * value for total, value in zip(totals, values, strict=True)]
         return totals

@@ -84,7 +84,7 @@ class BlockMasked(Objective):
         super().__post_init__()
         require_number("objective.t_max", self.t_max, f"[{self.t_min}, 1]")
         weighted = not self.complementary or self.denominator == "response"
-        fix = "use 'response', which counts each token of the two views once"
+        fix = "use 'response', which counts every token once although it is in two views"
         require(weighted, "objective.denominator", "'response' with complementary", self.denominator, fix)
 
     @property

@@ -94,10 +94,10 @@ class LLaDA(Decoder):
             require(self.order not in _DREAM, "block_length", f"null with order {self.order!r}, which has no blocks",
                     self.block_length, "leave it out, or choose another order")  # fmt: skip
         has_choice = self.order in STATISTIC or self.confidence == "filtered"
-        require(has_choice, "confidence", f"filtered with order {self.order!r}, which has no choice", self.confidence,
+        require(has_choice, "confidence", f"filtered, the only confidence of order {self.order!r}", self.confidence,
                 f"leave it out, or choose an order of {', '.join(STATISTIC)}")  # fmt: skip
         require(not self.eos_confidence_zero or self.order == "low_confidence", "eos_confidence_zero",
-                f"false with order {self.order!r}, which does not go by that confidence", self.eos_confidence_zero,
+                f"false with order {self.order!r}, which ranks masks otherwise", self.eos_confidence_zero,
                 "leave it out, or choose order 'low_confidence'")  # fmt: skip
 
     def check(self, sampling: SamplingParams) -> None:

@@ -74,7 +74,7 @@ class FastDLLM(Decoder):
     def __post_init__(self) -> None:
         super().__post_init__()
         has_choice = self.order in STATISTIC or self.confidence == "filtered"
-        require(has_choice, "confidence", f"filtered with order {self.order!r}, which has no choice", self.confidence,
+        require(has_choice, "confidence", f"filtered, the only confidence of order {self.order!r}", self.confidence,
                 "leave it out, or choose order 'maskgit_plus' or 'entropy'")  # fmt: skip
         if self.factor is not None:
             require(self.threshold is None, "factor", "null with a threshold", self.factor, "set threshold to null")
@@ -103,8 +103,8 @@ class FastDLLM(Decoder):
                 f"set steps to {-(-self.steps // num_blocks) * num_blocks}, say")  # fmt: skip
         two = self._first_is_alone and min(block_length, length) > 1
         require(not two or self.steps >= 2 * num_blocks, "steps",
-                f"two for each of the {num_blocks} blocks or more, as shifted with a cache takes one for each block's "
-                "first token", self.steps, "use more steps")  # fmt: skip
+                f"at least {2 * num_blocks}, two per block, as shifted with a cache takes a step for the first token",
+                self.steps, "use more steps")  # fmt: skip
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas as long as the longest response."""

@@ -57,7 +57,7 @@ class BlockDraft(Objective):
         del mask_ratio  # no token of the text is masked
         fix = "set model.backbone.block_drafter, or train with another objective"
         expected = "a model with a block drafter for BlockDraft"
-        require(special_tokens.drafts_block, "objective", expected, "a model without", fix)
+        require(special_tokens.drafts_block, "objective", expected, "a model without a block drafter", fix)
         masks = special_tokens.draft_token_ids
         ids = batch.input_ids
         device = ids.device

@@ -59,7 +59,7 @@ class GatedDraft(Objective):
         masks = special_tokens.draft_token_ids
         fix = "set model.backbone.drafter, or train with another objective"
         expected = "a model with a drafter of adapters for GatedDraft"
-        got = "a block drafter" if special_tokens.drafts_block else "a model without"
+        got = "a block drafter" if special_tokens.drafts_block else "a model without a drafter"
         require(bool(masks) and not special_tokens.drafts_block, "objective", expected, got, fix)
         ids = batch.input_ids
         device = ids.device

@@ -281,7 +281,7 @@ def check_invariant(body: Any, *, is_fused: bool) -> None:  # noqa: ANN401 - a t
     """
     config = body.config
     is_fused = is_fused and is_known(body)
-    fix = "change that, or leave batch_invariant out"
+    fix = "change these options, or leave batch_invariant out"
     expected = "an unadapted Llama, Qwen2 or Qwen3 model with fused_body: true and attn_implementation: sdpa"
     reason = "" if is_fused else ", not decoded by the fused backbone"
     got = f"{config.model_type} with attn_implementation: {config._attn_implementation}{reason}"
