@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, Likelihood, Trajectory
-from refusion_lit.contrib.rl.likelihood import Answers, LaidOut, laid_out
+from refusion_lit.contrib.rl.likelihood import Answers, LaidOut, lay_out
 from refusion_lit.decoding import BlockDiffusion, Decoder, FastDLLM, LLaDA, ReFusion, SelfSpeculative
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
 from refusion_lit.learning.batch import IGNORE_INDEX, LossOutput, ResponseBatch
@@ -59,7 +59,7 @@ class MaskedBound(Likelihood):
         is_masked, weights = self.drawn(noise, in_response)
         ids = batch.input_ids.repeat(self.num_forwards, 1)
         ends = batch.ends.repeat(self.num_forwards)
-        return laid_out(
+        return lay_out(
             ids.where(is_masked, IGNORE_INDEX),
             weights=is_masked * weights[:, None].float(),
             input_ids=ids.masked_fill(is_masked, required_mask_id(self, special_tokens)),
@@ -141,7 +141,7 @@ class BlockBound(Likelihood):
         clean = filled.input_ids.repeat(num_views, 1)
         is_noisy = F.pad(is_masked, (0, num_tokens))
         labels = torch.cat((clean, clean), 1).where(is_noisy, IGNORE_INDEX)
-        return laid_out(
+        return lay_out(
             labels,
             weights=is_noisy * F.pad(weights.float(), (0, num_tokens)),
             input_ids=torch.cat((clean.masked_fill(is_masked, mask), clean), 1),
@@ -254,7 +254,7 @@ def slots_apart(
     labels = torch.cat((rest.gather(1, at), first_tokens), 1).where(is_apart, IGNORE_INDEX)
     masks = torch.full_like(firsts, mask).where(is_masked, special_tokens.pad_token_id)
     before = torch.stack((torch.zeros_like(seen), seen), -1)
-    return laid_out(
+    return lay_out(
         labels,
         weights=(labels != IGNORE_INDEX) * weights[:, None].float(),
         input_ids=torch.cat((batch.input_ids.gather(1, at), masks), 1),
@@ -309,7 +309,7 @@ class Rounds(LeftToRight):
         index = torch.arange(width, device=device).expand_as(ids)
         before = torch.stack((torch.zeros_like(seen), seen), -1)
         lengths = torch.tensor([len(row) for row in rows], device=device)
-        return laid_out(
+        return lay_out(
             labels,
             input_ids=ids,
             position_ids=positions,

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import refusion_lit.families.llada2  # noqa: F401 - registers its checkpoint formats
-from refusion_lit.engine.branches import list_uncached, masked_in, rounds_since, text_between, text_branch, up_to_eos
+from refusion_lit.engine.branches import (
+    list_masked,
+    list_uncached,
+    rounds_since,
+    text_between,
+    text_branch,
+    up_to_eos,
+)
 from refusion_lit.engine.checks import ModelMismatchError, check_context, check_model, check_prompts
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
 from refusion_lit.engine.engine import Engine, decode
@@ -70,8 +77,8 @@ __all__ = [
     "cut_at_stop",
     "decode",
     "default_decoder",
+    "list_masked",
     "list_uncached",
-    "masked_in",
     "most_certain",
     "named_decoder",
     "register_decoder",

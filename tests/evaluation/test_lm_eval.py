@@ -26,7 +26,7 @@ import refusion_lit  # noqa: E402
 from refusion_lit.cli import main  # noqa: E402
 from refusion_lit.data.encoding import encode_text  # noqa: E402
 from refusion_lit.decoding import Autoregressive, Generation, LLaDA, ReFusion  # noqa: E402
-from refusion_lit.evaluation.likelihood import autoregressive, check, monte_carlo_masked  # noqa: E402
+from refusion_lit.evaluation.likelihood import autoregressive, check_likelihood, monte_carlo_masked  # noqa: E402
 from refusion_lit.evaluation.lm_eval import RefusionLitModel  # noqa: E402
 from refusion_lit.evaluation.lm_eval import evaluate as evaluate_all  # noqa: E402
 from refusion_lit.modeling.load import BackboneConfig  # noqa: E402
@@ -235,19 +235,19 @@ def test_several_processes_are_refused_before_the_model_is_loaded(
 def test_estimates_that_a_model_cannot_give_are_refused() -> None:
     backbone = refusion_lit.load(MODEL).backbone
     for name in ("autoregressive", "monte_carlo_masked"):
-        check(backbone, name)  # a directory that does not say what it was trained for
+        check_likelihood(backbone, name)  # a directory that does not say what it was trained for
     backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
-    check(backbone, "monte_carlo_masked")
+    check_likelihood(backbone, "monte_carlo_masked")
     with pytest.raises(ValueError, match="expects a model trained for next_token, got one trained for mask, next_tok"):
-        check(backbone, "autoregressive")
+        check_likelihood(backbone, "autoregressive")
     with pytest.warns(UserWarning, match="expects a model trained for next_token"):
-        check(backbone, "autoregressive", allow_mismatch=True)
+        check_likelihood(backbone, "autoregressive", allow_mismatch=True)
     backbone.traits = ModelTraits(attention="bidirectional")
     with pytest.raises(ValueError, match="expects a causal model"):
-        check(backbone, "autoregressive", allow_mismatch=True)
+        check_likelihood(backbone, "autoregressive", allow_mismatch=True)
     backbone.special_tokens = replace(backbone.special_tokens, mask_token_id=None)
     with pytest.raises(ValueError, match="expects a model with a mask token"):
-        check(backbone, "monte_carlo_masked", allow_mismatch=True)
+        check_likelihood(backbone, "monte_carlo_masked", allow_mismatch=True)
 
 
 def test_texts_beyond_the_context_are_refused_before_any_is_scored(

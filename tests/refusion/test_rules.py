@@ -246,7 +246,7 @@ def test_a_rejected_draft_leaves_the_models_own_choices_as_guesses() -> None:
     state = ReFusion(infill="bonus").begin(make_prompt([7, 8]), SamplingParams(max_new_tokens=16), SPECIAL)
     assert isinstance(state, bonus.BonusState)
     slot = OpenSlot(0, places=state.slots[0], write_at=2, tokens=[3, 4, 5, 6, 7])
-    assert bonus._accept(state, slot, Reading(tokens=[4, 5, 12, 11, 10])) == 2
+    assert bonus._accept_drafts(state, slot, Reading(tokens=[4, 5, 12, 11, 10])) == 2
     assert slot.tokens[: slot.num_accepted] == [3, 4, 5, 12]
     assert slot.num_cached == 3
     assert slot.number in state.guessed

@@ -42,7 +42,7 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> dict[str, Any]:
     """
     file = _find_values(path)
     try:
-        return _load(file, mmap=mmap)
+        return _load_file(file, mmap=mmap)
     except Exception as error:
         reason = error_reason(error) if is_zipfile(file) else "it is truncated, or not what torch.save writes"
         whole = newest_checkpoint([Path(path).parent]) if Path(path).parent.name == "checkpoints" else None
@@ -70,7 +70,7 @@ def _find_values(path: str | Path) -> Path:
     return file
 
 
-def _load(file: Path, *, mmap: bool) -> dict[str, Any]:
+def _load_file(file: Path, *, mmap: bool) -> dict[str, Any]:
     return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
 
 
@@ -121,7 +121,7 @@ def find_newest(folders: Sequence[Path], *, resumable: bool = False) -> tuple[Pa
     damaged = []
     for path in paths:
         try:
-            content = _load(_find_values(path), mmap=True)
+            content = _load_file(_find_values(path), mmap=True)
         except Exception:  # torch raises many types for a damaged file
             damaged.append(path)
             continue

@@ -279,7 +279,7 @@ def load_checkpoint(
         load_sharded(path, {_WEIGHTS_PREFIX + name: tensor for name, tensor in backbone.state_dict().items()})
         check_finite_weights(backbone.state_dict(), path)
     else:
-        _load_weights(backbone, checkpoint["state_dict"], path)
+        _restore_weights(backbone, checkpoint["state_dict"], path)
     return TextModel(backbone, tokenizer, metadata.prompt_template)
 
 
@@ -307,7 +307,7 @@ def restore_metadata(
     backbone.traits = metadata.traits
     if metadata.adapters is not None and backbone.adapters is None and not resumes:
         adapted = _rebuild(metadata, stored, None)
-        _load_weights(adapted, checkpoint["state_dict"])
+        _restore_weights(adapted, checkpoint["state_dict"])
         adapted.model = merge_adapters(adapted.model)
         if not adapted.config.tie_word_embeddings:
             untie(backbone.model)
@@ -336,7 +336,7 @@ def _rebuild(
     return backbone
 
 
-def _load_weights(backbone: Backbone, weights: Mapping[str, Any], path: str | Path | None = None) -> None:
+def _restore_weights(backbone: Backbone, weights: Mapping[str, Any], path: str | Path | None = None) -> None:
     named = {
         name.removeprefix(_WEIGHTS_PREFIX): value for name, value in weights.items() if name.startswith(_WEIGHTS_PREFIX)
     }

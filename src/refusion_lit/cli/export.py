@@ -78,7 +78,7 @@ def run(args: list[str]) -> int:
     is_whole = published is None or not options.adapter_only
     require(is_whole, "adapter_only", "false with --format", options.adapter_only, "drop one of them")
     options.ckpt_path = model_source(options.ckpt_path)
-    model = _load(options)
+    model = _load_for_export(options)
     backbone = model.backbone
     if options.decoder is not None:
         name_decoder(model, options.decoder)
@@ -109,7 +109,7 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def _load(options: Namespace) -> TextModel:
+def _load_for_export(options: Namespace) -> TextModel:
     """Load the model to export, with adapters merged; with ``--adapter_only``, keep the adapters separate."""
     from refusion_lit.checkpoints.files import is_checkpoint_file
     from refusion_lit.checkpoints.models import load, load_checkpoint

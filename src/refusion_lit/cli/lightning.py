@@ -155,7 +155,7 @@ class RefusionCLI(LightningCLI):
         except PARSER_ERRORS as error:
             message = explain_error(subparser, error).removeprefix(f"{command}.")
             raise ValueError(_find_file(message, options, files) + message) from error
-        for change in run_directory.find_files(config[command], files):
+        for change in run_directory.find_moved_files(config[command], files):
             sys.stderr.write(f"{change}\n")
         seed = config[command].seed_everything
         if type(seed) is int:
@@ -182,11 +182,11 @@ class RefusionCLI(LightningCLI):
                 loggers = run_loggers.create_loggers(
                     self.claim.directory, self._first_steps, writes=self.claim.lock is not None
                 )
-                config["logger"] = [*loggers, *(_as_list(config["logger"]) if config["logger"] is not True else ())]
+                config["logger"] = [*loggers, *(_make_list(config["logger"]) if config["logger"] is not True else ())]
             else:  # Lightning refuses the monitor, which configs of the package have
-                monitors = _as_list(config["callbacks"])
+                monitors = _make_list(config["callbacks"])
                 config["callbacks"] = [item for item in monitors if not isinstance(item, LearningRateMonitor)]
-        user_callbacks = _as_list(config["callbacks"])
+        user_callbacks = _make_list(config["callbacks"])
         if config["enable_progress_bar"] is not False and not _has(user_callbacks, ProgressBar):
             callbacks = [*callbacks, TrainerProgress()]
         if self.subcommand == "fit" and config["enable_checkpointing"] is not False:
@@ -222,7 +222,7 @@ class RefusionCLI(LightningCLI):
         _check_trainer(config.trainer, str(self.subcommand))
         if "--trainer.precision" not in self._named:
             _choose_precision(config.trainer)
-        run_directory.check_names(config.run_name, config.run_version)
+        run_directory.check_run_names(config.run_name, config.run_version)
         if config.get("ckpt_path") == "last":
             path = resume.find_last_checkpoint(config, str(self.subcommand))
             if path is None:
@@ -474,7 +474,7 @@ def _check_backbone(backbone: Namespace, command: str) -> None:
         )
 
 
-def _as_list(value: Any) -> list[Any]:  # noqa: ANN401 - loggers or callbacks
+def _make_list(value: Any) -> list[Any]:  # noqa: ANN401 - loggers or callbacks
     """Return the values of an option of the Trainer that takes an object, a list or null."""
     return value if isinstance(value, list) else [] if value is None else [value]
 

@@ -41,7 +41,7 @@ class ModelParser(OneLineParser):
                 return super().parse([*decoder, *others] if name == "--decoder" else [*others, *decoder])
         if "--decoder.class_path" in names or not any(name.startswith("--decoder.") for name in names):
             return super().parse(args)
-        decoder = _read_default_decoder(super().parse(_without_decoder(args)))
+        decoder = _find_default_decoder(super().parse(_without_decoder(args)))
         default = json.dumps({"class_path": type(decoder).__name__, "init_args": vars(decoder)})
         return super().parse([f"--decoder={default}", *args])
 
@@ -58,7 +58,7 @@ def _without_decoder(args: Sequence[str]) -> list[str]:
     return rest
 
 
-def _read_default_decoder(options: Namespace) -> Decoder:
+def _find_default_decoder(options: Namespace) -> Decoder:
     """Return the default decoder of the model that a command names, without loading weights.
 
     Raises:

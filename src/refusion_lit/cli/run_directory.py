@@ -18,7 +18,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from refusion_lit.cli.run_loggers import METRICS
-from refusion_lit.reports.results import CONFIG, ENVIRONMENT, RESULTS, environment, read_config
+from refusion_lit.reports.results import CONFIG, ENVIRONMENT, RESULTS, environment, read_run_config
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.files import (
     Lock,
@@ -37,7 +37,7 @@ PLACE = ("runs_dir", "run_name", "run_version")
 """Options that name a run's directory."""
 
 
-def check_names(run_name: str, run_version: str | None) -> None:
+def check_run_names(run_name: str, run_version: str | None) -> None:
     """Refuse names that lead out of the directory of runs.
 
     Raises:
@@ -137,7 +137,7 @@ _FILES = (
 _WORKING_DIRECTORY = "working_directory"
 
 
-def find_files(config: Namespace | dict[str, Any], written: Mapping[Path, Mapping[str, Any]]) -> list[str]:
+def find_moved_files(config: Namespace | dict[str, Any], written: Mapping[Path, Mapping[str, Any]]) -> list[str]:
     """Find the files of a run's config if the command runs in another directory than the run.
 
     A relative path means the working directory. A path that does not exist there, but in the working directory of the
@@ -190,7 +190,7 @@ class SaveRun(SaveConfigCallback):
         self._unwritten: dict[str, object] | None = None
         if self._is_resumed:
             before = read_yaml(self.directory / CONFIG, "resume")
-            find_files(before, {self.directory / CONFIG: deepcopy(before)})
+            find_moved_files(before, {self.directory / CONFIG: deepcopy(before)})
             now = yaml.safe_load(self.parser.dump(self.config, skip_none=False, skip_validation=True))
             changes = [item for item in differences(before, now) if item[0].rpartition(".")[2] not in _UNCOMPARED]
             self._changed = {name: after for name, _, after in changes}
@@ -219,7 +219,7 @@ class SaveRun(SaveConfigCallback):
             write_json_atomically(self.directory / ENVIRONMENT, record)
         if not self._is_resumed:
             write_atomically(self.directory / CONFIG, text)
-        pl_module.evaluation.config = read_config(self.directory)
+        pl_module.evaluation.config = read_run_config(self.directory)
         pl_module.evaluation.environment = described
 
     def on_train_batch_start(self, *_: object) -> None:

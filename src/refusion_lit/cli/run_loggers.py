@@ -89,11 +89,11 @@ class _Events(TensorBoardLogger):
             super().save() if self.hparams else self.experiment.flush()
 
     def _writing(self) -> AbstractContextManager[None]:
-        return _writing(f"{self.log_dir}/events.out.tfevents.*")
+        return _name_failed_file(f"{self.log_dir}/events.out.tfevents.*")
 
 
 @contextmanager
-def _writing(path: str) -> Iterator[None]:
+def _name_failed_file(path: str) -> Iterator[None]:
     """Add the file's name to the error of a failed write, as on a full disk."""
     try:
         yield

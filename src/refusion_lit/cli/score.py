@@ -57,7 +57,7 @@ def run(args: list[str]) -> int:
     examples = {example.id: example for example in load_examples(task, "test")}
     lines = read_json_lines(source, "predictions", texts=("id", "response"))
     require(bool(lines), "predictions", "at least one prediction", f"an empty file {source}", "give another file")
-    _check(lines, examples, source)
+    _check_predictions(lines, examples, source)
     with ThreadPoolExecutor(options.num_workers) as pool:
         scores = list(pool.map(lambda line: score_response(task, examples[line["id"]], line["response"]), lines))
     new_lines = (
@@ -78,7 +78,7 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def _check(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path) -> None:
+def _check_predictions(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path) -> None:
     """Refuse predictions for other prompts than the task's; ids alone are equal for every seed and size."""
     config = source.parent / CONFIG
     hint = f"; data.task in {config} has them" if config.is_file() else ""

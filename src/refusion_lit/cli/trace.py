@@ -37,7 +37,7 @@ def run(args: list[str]) -> int:
     """
     options = build_parser().parse(args)
     output = Path(options.output)
-    _check(options, output)
+    _check_trace_options(options, output)
     if options.trace_file is not None:
         trace = read_trace(options.trace_file)
     else:
@@ -55,7 +55,7 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def _check(options: Namespace, output: Path) -> None:
+def _check_trace_options(options: Namespace, output: Path) -> None:
     """Refuse options that exclude each other, and an output file with other contents, before a model is loaded."""
     if options.trace_file is not None:
         if options.ckpt_path is not None or options.prompt is not None:

@@ -64,7 +64,7 @@ def inline_references(schema: Any, root: Any, known: dict[str, Any], path: tuple
         if reference in path:
             raise refusal(f"the reference {reference!r} to itself", "the schema")
         if reference not in known:
-            known[reference] = inline_references(_resolve(reference, root), root, known, (*path, reference))
+            known[reference] = inline_references(_resolve_reference(reference, root), root, known, (*path, reference))
         return known[reference]
     for keyword in {*UNIONS, "items"} & rest.keys():
         values = rest[keyword]
@@ -99,7 +99,7 @@ def count_values(schema: Any, known: dict[int, int]) -> int:  # noqa: ANN401 - a
     return known[id(schema)]
 
 
-def _resolve(reference: str, root: Any) -> Any:  # noqa: ANN401 - any JSON value
+def _resolve_reference(reference: str, root: Any) -> Any:  # noqa: ANN401 - any JSON value
     """Return the schema that a reference names."""
     start, *steps = reference.split("/")
     target = root

@@ -12,7 +12,7 @@ from einops import repeat
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from refusion_lit.engine.branches import masked_in
+from refusion_lit.engine.branches import list_masked
 from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best
 from refusion_lit.engine.requests import Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.decoder import BlockDecoder
@@ -39,7 +39,7 @@ class PipelineState(RowState):
         if number < 0:
             return 1.0
         block = self.blocks[number]
-        return 1 - len(masked_in(self, block.start, block.stop)) / len(block)
+        return 1 - len(list_masked(self, block.start, block.stop)) / len(block)
 
     @property
     def stop(self) -> int:
@@ -99,7 +99,7 @@ class D2F(BlockDecoder):
         """Run one forward over all open blocks and commit tokens in them."""
         self._open(state)
         first = state.first_open
-        masked = {i: masked_in(state, block.start, block.stop) for i, block in enumerate(state.blocks) if i >= first}
+        masked = {i: list_masked(state, block.start, block.stop) for i, block in enumerate(state.blocks) if i >= first}
         read = [position for positions in masked.values() for position in positions]
         branch = self._branch(state, state.stop, read)
         draw = Draw(sampling=state.sampling, round=state.num_forwards)

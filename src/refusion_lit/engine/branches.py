@@ -92,7 +92,7 @@ def text_between(state: RowState, start: int, stop: int) -> list[int]:
     return [*state.prompt.token_ids[start:stop], *canvas]
 
 
-def masked_in(state: RowState, start: int, stop: int) -> list[int]:
+def list_masked(state: RowState, start: int, stop: int) -> list[int]:
     """Return the masked positions from ``start`` to ``stop``."""
     return [p for p in range(max(start, state.prompt_length), stop) if state.is_masked[p - state.prompt_length]]
 

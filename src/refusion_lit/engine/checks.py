@@ -47,11 +47,11 @@ def read_decoding_options(named: Mapping[str, Any]) -> DecodingOptions:
         TypeError: If an option is unknown; the error names a similar option, and where sampling options go.
         ValueError: If a value is out of range.
     """
-    known, of_sampling = ([field.name for field in fields(kind)] for kind in (DecodingOptions, SamplingParams))
+    known, sampling_names = ([field.name for field in fields(kind)] for kind in (DecodingOptions, SamplingParams))
     for name in named.keys() - known:
-        near = get_close_matches(name, [*_ARGUMENTS, *known, *of_sampling], n=1)
+        near = get_close_matches(name, [*_ARGUMENTS, *known, *sampling_names], n=1)
         fix = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join([*_ARGUMENTS, *known])}."
-        if name in of_sampling:
+        if name in sampling_names:
             fix = f"pass sampling=SamplingParams({name}=...)."
         raise TypeError(f"unexpected keyword argument {name!r}; {fix}")
     return DecodingOptions(**named)

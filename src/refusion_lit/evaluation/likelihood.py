@@ -18,7 +18,7 @@ from refusion_lit.noise import KeyedNoise, stable_key
 Likelihood = Literal["autoregressive", "monte_carlo_masked"]
 
 
-def check(backbone: Backbone, likelihood: Likelihood, *, allow_mismatch: bool = False) -> None:
+def check_likelihood(backbone: Backbone, likelihood: Likelihood, *, allow_mismatch: bool = False) -> None:
     """Refuse an estimate that does not fit the model or its training.
 
     Args:

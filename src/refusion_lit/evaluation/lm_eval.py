@@ -19,7 +19,7 @@ from refusion_lit.data.rendering import render_chat
 from refusion_lit.decoding import Decoder, check_context
 from refusion_lit.evaluation import likelihood
 from refusion_lit.evaluation.likelihood import Likelihood
-from refusion_lit.modeling.vocabulary import added_around, starts_with_bos
+from refusion_lit.modeling.vocabulary import find_added_tokens, starts_with_bos
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 from refusion_lit.utils.require import require, require_at_least, require_choice
@@ -153,7 +153,7 @@ class RefusionLitModel(LM):
         Raises:
             ValueError: If the estimate does not fit the model. Nothing has been estimated then.
         """
-        likelihood.check(self.model.backbone, self.likelihood, allow_mismatch=self.allow_mismatch)
+        likelihood.check_likelihood(self.model.backbone, self.likelihood, allow_mismatch=self.allow_mismatch)
         texts = [self._encode_plain(request.args[0]) for request in requests]
         answers = []
         for request, tokens in zip(requests, texts, strict=True):
@@ -253,7 +253,7 @@ class RefusionLitModel(LM):
 
     def _add_special_tokens(self, ids: list[int]) -> list[int]:
         """Put the special tokens around a text that the tokenizer puts there, EOS included, as the harness does."""
-        before, after = added_around(self.model.tokenizer)
+        before, after = find_added_tokens(self.model.tokenizer)
         return [*before, *ids, *after]
 
     def _split(self, context: str, text: str) -> tuple[list[int], list[int]]:
@@ -293,7 +293,7 @@ class RefusionLitModel(LM):
         names = _names(requests)
         lengths = [(len(known) + len(text) + read, name) for name, (known, text) in zip(names, pairs, strict=True)]
         check_context(self.model.backbone, lengths, 0)
-        likelihood.check(self.model.backbone, self.likelihood, allow_mismatch=self.allow_mismatch)
+        likelihood.check_likelihood(self.model.backbone, self.likelihood, allow_mismatch=self.allow_mismatch)
 
     def _loglikelihood(self, known: Sequence[int], text: Sequence[int]) -> tuple[float, bool]:
         if not text:

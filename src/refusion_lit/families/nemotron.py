@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from refusion_lit.engine.branches import branch_after, masked_in, text_between, text_branch, up_to_eos
+from refusion_lit.engine.branches import branch_after, list_masked, text_between, text_branch, up_to_eos
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, above_or_best, max_length
 from refusion_lit.engine.requests import Draw, Forward, Steps
 from refusion_lit.families.autoregressive.decoder import Autoregressive
@@ -178,7 +178,7 @@ class CausalBlockDiffusion(_BlockOfMasks):
             if state.num_committed > num_committed:
                 return  # perhaps an EOS token, or the whole block
         block = text_between(state, start, start + self.block_size)
-        mask_offsets = [position - start for position in masked_in(state, start, start + self.block_size)]
+        mask_offsets = [position - start for position in list_masked(state, start, start + self.block_size)]
         draw = Draw(sampling=state.sampling, round=state.num_forwards)
         branch = branch_after(start, block, order=[0] * len(block), draft_at=mask_offsets)
         [reading] = yield Forward(phase="denoise", branches=(branch,), draw=draw)

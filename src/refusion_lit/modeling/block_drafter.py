@@ -310,38 +310,40 @@ def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssist
             wanted = {name: tuple(weight.shape) for name, weight in BlockDrafter(config).network.named_parameters()}
     except Exception as error:  # transformers' configs and models raise errors of their own
         expected = "options of an assistant that fit together"
-        raise _refusal(folder / _CONFIG, expected, error_reason(error), "fetch the file again") from error
+        raise _draft_error(folder / _CONFIG, expected, error_reason(error), "fetch the file again") from error
     name = f"{target.model_type}, the model"
     size, num_layers, num_ids = target.hidden_size, target.num_hidden_layers, target.vocab_size
     fix = "give the drafter of this model"
     if config.hidden_size != size:
-        raise _refusal(folder, f"a drafter of hidden size {size} for {name}", f"hidden size {config.hidden_size}", fix)
+        raise _draft_error(
+            folder, f"a drafter of hidden size {size} for {name}", f"hidden size {config.hidden_size}", fix
+        )
     layers = config.target_layer_ids
     if not all(0 <= layer < num_layers for layer in layers):
         expected = f"a drafter that reads layers 0 to {num_layers - 1} of {name}"
-        raise _refusal(folder, expected, f"target_layer_ids {layers}", fix)
+        raise _draft_error(folder, expected, f"target_layer_ids {layers}", fix)
     if not 0 <= config.mask_token_id < num_ids:
         expected = f"a drafter of the vocabulary of {num_ids} tokens of {name}"
-        raise _refusal(folder, expected, f"mask_token_id {config.mask_token_id}", fix)
+        raise _draft_error(folder, expected, f"mask_token_id {config.mask_token_id}", fix)
     context = config.max_position_embeddings
     if not 2 <= config.block_size <= context:
         expected = f"blocks of 2 to {context} tokens, its context"
-        raise _refusal(folder, expected, f"block_size {config.block_size}", "correct config.json")
+        raise _draft_error(folder, expected, f"block_size {config.block_size}", "correct config.json")
     if missing := missing_shards(folder):
-        raise _refusal(folder, "all shards of its index", f"none for {', '.join(missing)}", "fetch them again")
+        raise _draft_error(folder, "all shards of its index", f"none for {', '.join(missing)}", "fetch them again")
     tensors = read_headers(folder, "draft")
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if not shapes:
-        raise _refusal(folder, "safetensors files with weights", "none that can be read", "fetch it again")
+        raise _draft_error(folder, "safetensors files with weights", "none that can be read", "fetch it again")
     for weight in sorted({*wanted, *shapes}):
         if shapes.get(weight) != wanted.get(weight):
             expected = f"weights as config.json says, with {weight} of shape {wanted.get(weight)}"
-            raise _refusal(folder, expected, f"{shapes.get(weight)}", "fetch it again")
+            raise _draft_error(folder, expected, f"{shapes.get(weight)}", "fetch it again")
     check_types(tensors, "draft")
     return config
 
 
-def _refusal(place: Path, expected: str, got: str, fix: str) -> ValueError:
+def _draft_error(place: Path, expected: str, got: str, fix: str) -> ValueError:
     return ValueError(f"draft: expected {expected}, got {got} in {place}; {fix}.")
 
 
@@ -364,11 +366,11 @@ def check_drafter_vocabulary(directory: str | Path, vocabulary: Mapping[str, int
         ids = dict(tokens) if isinstance(tokens, dict) else {token: number for number, (token, _) in enumerate(tokens)}
         ids |= {token["content"]: token["id"] for token in values.get("added_tokens") or ()}
     except (OSError, LookupError, TypeError, ValueError) as error:
-        raise _refusal(file, "a tokenizer", error_reason(error), "fetch it again") from error
+        raise _draft_error(file, "a tokenizer", error_reason(error), "fetch it again") from error
     other = next((token for token, number in ids.items() if vocabulary.get(token, number) != number), None)
     if other is not None:
         expected = f"a drafter with the model's vocabulary, in which {other!r} has id {vocabulary[other]}"
-        raise _refusal(file, expected, f"id {ids[other]}", "give the drafter of this model")
+        raise _draft_error(file, expected, f"id {ids[other]}", "give the drafter of this model")
 
 
 def check_base_weights(body: nn.Module, digest: object, expected: str) -> None:
@@ -408,7 +410,7 @@ def load_block_drafter(body: nn.Module, directory: str | Path) -> BlockDrafter:
     try:
         weights = load_checked(weight_files(Path(directory)))
     except (OSError, SafetensorError) as error:
-        raise _refusal(Path(directory), "weights", error_reason(error), "fetch it again") from error
+        raise _draft_error(Path(directory), "weights", error_reason(error), "fetch it again") from error
     drafter = BlockDrafter(config, entry.get("base"))
     drafter.network.load_state_dict(weights)
     like = next(body.parameters())

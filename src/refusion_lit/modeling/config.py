@@ -74,7 +74,7 @@ def new_config(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -
     Raises:
         ValueError: If transformers does not know the model type, or an option is misspelt.
     """
-    _check_names(options)
+    _check_option_names(options)
     defaults = {
         "vocab_size": vocabulary_size(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
@@ -132,7 +132,7 @@ def load_config(
         fits = not isinstance(num_layers, int) or num_layers <= _MAX_LAYERS
         require(fits, f"backbone.source: {source}: {name}", f"at most {_MAX_LAYERS}", num_layers, _FETCH)
     if published is not None:
-        return _published_config(published, values, overrides)
+        return _convert_published(published, values, overrides)
     model_type: Any = values.get("model_type")
     # transformers gives Mistral's configs with layer types to this architecture, too.
     model_type = "ministral" if model_type == "mistral" and "layer_types" in values else model_type
@@ -166,7 +166,7 @@ def load_config(
     return config
 
 
-def _published_config(published: CheckpointFormat, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:  # noqa: ANN401 - one class per architecture
+def _convert_published(published: CheckpointFormat, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:  # noqa: ANN401 - one class per architecture
     """Return transformers' config for a published checkpoint's config."""
     reads_text = published.base == "diffusion_gemma" or values.get("vision_config") is None
     expected = f"none in the config of a {published.name} checkpoint, which reads text only"
@@ -239,7 +239,7 @@ def _check_values(config: Any, where: str) -> None:  # noqa: ANN401 - one class 
     _check_rotary(config, where)
     for name in ("hidden_act", "hidden_activation"):
         value = getattr(config, name, None)
-        is_known = not isinstance(value, str) or value in ACT2FN or not _is_of_transformers(config)
+        is_known = not isinstance(value, str) or value in ACT2FN or not _is_from_transformers(config)
         require(is_known, f"{where}: {name}", "an activation that transformers knows", value, _FETCH)
     window = sliding_window(config)
     knows_windows = any(hasattr(type(config), name) for name in ("sliding_window", "layer_types"))
@@ -282,7 +282,7 @@ def _check_experts(config: Any, where: str) -> None:  # noqa: ANN401 - one class
     require(num_taken <= num_experts, f"{where}: {taken}", expected, num_taken, _FETCH)
 
 
-def _is_of_transformers(config: Any) -> bool:  # noqa: ANN401 - one class per architecture
+def _is_from_transformers(config: Any) -> bool:  # noqa: ANN401 - one class per architecture
     """Return whether a config's class is transformers' own; Python code of a source may know other names."""
     return type(config).__module__.startswith("transformers.")
 
@@ -312,7 +312,7 @@ def _check_rotary(config: Any, where: str) -> None:  # noqa: ANN401 - one class 
                 # Nemotron-Labs-Diffusion 3B has a quarter of YaRN's original context, and the factor 0.25.
                 is_yarn_factor = name == "factor" and group.get("rope_type") == "yarn"
                 require_range(f"{where}: {name}", group[name], "(0, inf)" if is_yarn_factor else interval)
-        if "rope_type" in group and _is_of_transformers(config):
+        if "rope_type" in group and _is_from_transformers(config):
             require_choice(f"{where}: rope_type", group["rope_type"], ("default", *ROPE_INIT_FUNCTIONS))
         if group.get("rope_type") != "longrope" or group.get("short_factor") == group.get("long_factor"):
             continue
@@ -342,7 +342,7 @@ def freeze_frequencies(body: nn.Module) -> None:
             module.rope_type = {name: "default" if value in changing else value for name, value in kind.items()}
 
 
-def _check_names(options: Mapping[str, Any]) -> None:
+def _check_option_names(options: Mapping[str, Any]) -> None:
     """Refuse a model type that transformers does not know, and misspelt options, which it would store and not use.
 
     Names that resemble no option of the architecture pass, because architectures accept some options under other

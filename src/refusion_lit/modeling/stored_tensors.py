@@ -125,7 +125,7 @@ def _read_header(file: Path, where: str) -> dict[str, StoredTensor]:
                 }
         return {
             name: StoredTensor(file=file, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in _load(file, "meta").items()
+            for name, tensor in _load_tensors(file, "meta").items()
         }
     except Exception as error:  # readers of formats have errors of their own for damaged files
         raise unreadable(where, file, error) from error
@@ -139,7 +139,7 @@ def unreadable(where: str, place: str | Path, error: Exception) -> ValueError:
     )
 
 
-def _load(file: Path, device: str = "cpu") -> dict[str, Tensor]:
+def _load_tensors(file: Path, device: str = "cpu") -> dict[str, Tensor]:
     """Return a file's tensors; no code in it runs."""
     if file.suffix == ".safetensors":
         return load_file(file, device)
@@ -202,7 +202,7 @@ def check_loaded_values(weights: Mapping[str, Tensor], files: Iterable[Path]) ->
     if weight is None:
         return
     for file in files:
-        if name := first_not_finite(_load(file).items()):
+        if name := first_not_finite(_load_tensors(file).items()):
             raise _not_finite(f"backbone.source: {file}", name)
     dtype = str(weights[weight].dtype).removeprefix("torch.")
     expected = f"weights within the range of {dtype} in {weight}"
@@ -228,7 +228,7 @@ def load_checked(files: Iterable[Path]) -> dict[str, Tensor]:
     """
     weights: dict[str, Tensor] = {}
     for file in files:
-        stored = _load(file)
+        stored = _load_tensors(file)
         check_types(_read_header(file, "draft"), "draft")
         if name := first_not_finite(stored.items()):
             raise _not_finite(f"draft: {file}", name)

@@ -86,10 +86,10 @@ def prompt_prefix(tokenizer: Any) -> list[int]:  # noqa: ANN401 - a tokenizer of
 
     With ``add_bos: auto``, they are all special tokens that the tokenizer puts before a text.
     """
-    return added_around(tokenizer)[0]
+    return find_added_tokens(tokenizer)[0]
 
 
-def added_around(tokenizer: Any) -> tuple[list[int], list[int]]:  # noqa: ANN401 - a tokenizer of transformers
+def find_added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:  # noqa: ANN401 - a tokenizer of transformers
     """Return the special tokens that the BOS policy or, with ``auto``, the tokenizer puts before and after a text."""
     add_bos = get_add_bos(tokenizer)
     if add_bos != "auto":

@@ -125,7 +125,7 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
     if missing:  # transformers would leave them random
         raise _missing(source, [published_name(name) for name in missing])
     _check_extra(source.name, report["unexpected_keys"])
-    folder = _folder(source)
+    folder = _find_directory(source)
     if not tensors:  # a hub id, whose files are here only now
         tensors = read_headers(folder, "backbone.source")
         check_types(tensors, "backbone.source", _integers(model, tensors))
@@ -148,7 +148,7 @@ def _record_stored_head(model: Any) -> None:  # noqa: ANN401 - one class per arc
     model.all_tied_weights_keys = {k: v for k, v in model.all_tied_weights_keys.items() if k not in names}
 
 
-def _folder(source: ModelSource) -> Path:
+def _find_directory(source: ModelSource) -> Path:
     """Return a source's directory; for a hub id, the directory in the local cache."""
     if Path(source.name).is_dir():
         return Path(source.name)
@@ -270,7 +270,7 @@ def _check_stored(source: ModelSource) -> dict[str, StoredTensor]:
         )
     num_layers = getattr(config, "num_hidden_layers", None) or 0
     if num_layers > len(shapes):  # building the layers would take long
-        raise _too_large(source.name, f"{num_layers} layers, in a file of {len(shapes)} tensors")
+        raise _oversize_error(source.name, f"{num_layers} layers, in a file of {len(shapes)} tensors")
     try:
         with torch.device("meta"):
             model = _from_config(source.config, trust_remote_code=source.trust_remote_code)
@@ -281,7 +281,7 @@ def _check_stored(source: ModelSource) -> dict[str, StoredTensor]:
         ) from error
     num_wanted, num_stored = sum(weight.numel() for weight in model.parameters()), sum(map(prod, shapes.values()))
     if num_wanted > 2 * num_stored:  # smaller differences are named by weight
-        raise _too_large(source.name, f"{num_wanted:,} parameters, in files of {num_stored:,}")
+        raise _oversize_error(source.name, f"{num_wanted:,} parameters, in files of {num_stored:,}")
     check_types(tensors, "backbone.source", _integers(model, tensors))
     if source.published is not None:
         _check_published(model, source, shapes)
@@ -304,7 +304,7 @@ def _check_published(model: PreTrainedModel, source: ModelSource, shapes: Mappin
     tied = {published.published_name(name) for name in model.all_tied_weights_keys}
     if missing := sorted(wanted.keys() - stored.keys() - tied):
         raise _missing(source, missing)
-    _check_extra(source.name, stored.keys() - wanted.keys() - _ignored(model, stored))
+    _check_extra(source.name, stored.keys() - wanted.keys() - _find_ignored(model, stored))
 
 
 def _check_extra(source: str, names: Iterable[str]) -> None:
@@ -320,16 +320,16 @@ def _check_extra(source: str, names: Iterable[str]) -> None:
 def _integers(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
     """Return the names of stored tensors that may be integers: the model's own ones, and what it ignores."""
     integers = {name for name, tensor in model.state_dict().items() if not tensor.is_floating_point()}
-    return integers | _ignored(model, names)
+    return integers | _find_ignored(model, names)
 
 
-def _ignored(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
+def _find_ignored(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
     """Return the names of stored tensors that transformers' class leaves out on purpose."""
     patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     return {name for name in names if any(pattern.search(name) for pattern in patterns)}
 
 
-def _too_large(name: str, wanted: str) -> ValueError:
+def _oversize_error(name: str, wanted: str) -> ValueError:
     return ValueError(
         f"backbone.source: the weights of {name!r} do not fit its config, which asks for {wanted}. Take the config "
         "that they were trained with."

@@ -53,7 +53,7 @@ def step(
     state.guessed = set()
     for slot in state.open:
         state.end_at_eos(slot)
-    _commit(state)
+    _commit_slots(state)
     _close(state)
 
 
@@ -95,8 +95,8 @@ def _advance(
     readings = yield state.forward(phase, branches, token_draw)
     planned = readings[-1]
     before = [(slot.number, slot.ends) for slot in state.open]
-    accepted = [(slot, _accept(state, slot, reading)) for slot, reading in zip(fed, readings, strict=False)]
-    _commit(state)
+    accepted = [(slot, _accept_drafts(state, slot, reading)) for slot, reading in zip(fed, readings, strict=False)]
+    _commit_slots(state)
     used = {(slot.number, number): slot for slot, number in accepted if slot in state.open and not slot.is_complete}
     used = {key: slot for key, slot in used.items() if key in groups}
     if used and not is_few:
@@ -205,7 +205,7 @@ def _acceptance(state: BonusState, slot: OpenSlot) -> Acceptance:
     return state.guesses if slot.number in state.guessed else state.acceptance
 
 
-def _accept(state: BonusState, slot: OpenSlot, reading: Reading) -> int:
+def _accept_drafts(state: BonusState, slot: OpenSlot, reading: Reading) -> int:
     """Accept drafts up to the first wrong draft, which the model's own token replaces; return how many.
 
     The model's choices after its own token are the slot's next drafts until there are better drafts.
@@ -238,7 +238,7 @@ def _pays(state: BonusState, num_masks: int, *, fused: bool) -> bool:
     return chance * state.forward_cost / state.num_rows > (1 - chance) * num_masks
 
 
-def _commit(state: BonusState) -> None:
+def _commit_slots(state: BonusState) -> None:
     """Drop the open slots after an EOS, and commit the other slots' newly accepted tokens."""
     state.drop_after_end()
     for slot in state.open:

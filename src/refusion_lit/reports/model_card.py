@@ -18,7 +18,7 @@ from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.formats import CheckpointFormat
 from refusion_lit.modeling.published import published_config
 from refusion_lit.modeling.saving import PROGRAM_OPTIONS, has_own_decoder
-from refusion_lit.reports.results import ENVIRONMENT, RESULTS, describe_environment, read_config, read_results
+from refusion_lit.reports.results import ENVIRONMENT, RESULTS, describe_environment, read_results, read_run_config
 from refusion_lit.reports.runs import read_all_scores
 from refusion_lit.reports.tables import FIGURES, MISMATCH, cells, escape_markdown, with_metrics
 from refusion_lit.utils.files import check_fingerprint, read_object
@@ -55,7 +55,7 @@ def model_card(
     Raises:
         ValueError: If a file is damaged, or a test run has no results or used other weights.
     """
-    config = (run and read_config(run)) or {}
+    config = (run and read_run_config(run)) or {}
     tests = [_read_test(path, weights) for path in results]
     traits, has_drafter = backbone.traits, backbone.drafter is not None
     entry = getattr(backbone.config, "refusion_lit", None) or {}

@@ -201,7 +201,7 @@ def _figure(names: Sequence[str]) -> Iterator[tuple[Figure, Axes]]:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    names = [_shorten(name) for name in names] if len(names) <= _MAX_LEGEND_ENTRIES else []
+    names = [_shorten_name(name) for name in names] if len(names) <= _MAX_LEGEND_ENTRIES else []
     num_columns = max(1, 122 // (8 + max(map(len, names), default=0)))  # in letters; line and gaps take eight
     with mpl.rc_context(_SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # the reader's fonts draw the texts, not matplotlib's
@@ -261,7 +261,7 @@ def _coordinates(row: ComparisonRow) -> tuple[float, float]:
     return row.tokens_per_forward.estimate, row.score.estimate
 
 
-def _shorten(text: str) -> str:
+def _shorten_name(text: str) -> str:
     text = _make_printable(text)
     return text if len(text) <= _MAX_NAME_LENGTH else f"{text[: _MAX_NAME_LENGTH - 1]}…"
 

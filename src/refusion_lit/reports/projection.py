@@ -232,13 +232,13 @@ def _list_calls(row: ComparisonRow) -> Iterator[tuple[str, int, CallShapes]]:
     lines = row.run.results["call_shapes"].get(row.decoder)
     if lines:
         name = f"test, up to {row.run.results['batch_size'] or '?'}"
-        yield name, int(row.figures.get("num_tokens", 0)), _read(lines, row)
+        yield name, int(row.figures.get("num_tokens", 0)), _read_call_shapes(lines, row)
     for size, figures in row.latency.items():
         if figures.get("call_shapes"):
-            yield f"batches of {size}", sum(figures["num_tokens"]), _read(figures["call_shapes"], row)
+            yield f"batches of {size}", sum(figures["num_tokens"]), _read_call_shapes(figures["call_shapes"], row)
 
 
-def _read(lines: Any, row: ComparisonRow) -> CallShapes:  # noqa: ANN401 - JSON
+def _read_call_shapes(lines: Any, row: ComparisonRow) -> CallShapes:  # noqa: ANN401 - JSON
     try:
         return CallShapes.from_lines(lines)
     except (TypeError, ValueError, AttributeError) as error:

@@ -116,22 +116,22 @@ def is_speed_baseline(latency: Mapping[str, Mapping[str, Any]] | None) -> bool:
     return bool(latency) and all(figures["times_baseline"] == [1.0, 1.0, 1.0] for figures in latency.values())
 
 
-def read_config(directory: Path) -> dict[str, Any] | None:
+def read_run_config(directory: Path) -> dict[str, Any] | None:
     """Read a run's resolved config and cut long texts; return ``None`` without a config.
 
     Raises:
         ValueError: If the file is damaged.
     """
     path = directory / CONFIG
-    return _shorten(read_yaml(path, "config")) if path.is_file() else None
+    return _cut_texts(read_yaml(path, "config")) if path.is_file() else None
 
 
-def _shorten(value: Any) -> Any:  # noqa: ANN401 - YAML
+def _cut_texts(value: Any) -> Any:  # noqa: ANN401 - YAML
     """Return a config with its long texts cut."""
     if isinstance(value, dict):
-        return {name: _shorten(inner) for name, inner in value.items()}
+        return {name: _cut_texts(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_shorten(inner) for inner in value]
+        return [_cut_texts(inner) for inner in value]
     if isinstance(value, str) and len(value) > _MAX_TEXT_LENGTH:
         return f"{value[:_NUM_KEPT]} ... ({len(value)} characters)"
     return value

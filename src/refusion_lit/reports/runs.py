@@ -128,7 +128,7 @@ def _read_run(folder: Path, argument: Path, source: str, results: dict[str, Any]
                 f"{name}: {decoder} was tested on {expected} prompts, but its predictions file has {len(answers)}; "
                 "figures with intervals are based on these."
             )
-    options = {} if folder == argument else _read_options(folder.parent)
+    options = {} if folder == argument else _read_point_options(folder.parent)
     return Run(name=name, source=source, results=results, options=options, predictions=predictions)
 
 
@@ -138,7 +138,7 @@ def _source_name(directory: Path) -> str:
     return f"{path.parent.name}/{path.name}" if re.fullmatch(r"version_\d+", path.name) else path.name
 
 
-def _read_options(point: Path) -> dict[str, Any]:
+def _read_point_options(point: Path) -> dict[str, Any]:
     """Return a point's options, given its directory."""
     options = read_object(point / "point.json").get("options")
     return options if isinstance(options, dict) else {}
@@ -150,7 +150,7 @@ def _note_failed_points(directory: Path) -> list[str]:
     for path in _list_files(directory, "outcome.json"):
         outcome = read_object(path)
         if outcome.get("status") == "failed":
-            point = format_options(_read_options(path.parent)) or path.parent.name
+            point = format_options(_read_point_options(path.parent)) or path.parent.name
             error = str(outcome.get("error") or "no reason recorded").strip().splitlines()
             notes.append(f"A point of the sweep failed and is not shown ({point}): {error[-1]}")
     return notes

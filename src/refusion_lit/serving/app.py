@@ -85,7 +85,7 @@ def build_app(service: Service, *, key: str | None = None) -> FastAPI:
         docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, lifespan=lifespan,
         exception_handlers=handlers,
     )  # fmt: skip
-    app.add_middleware(_check_requests, key=key, max_bytes=worker.limits.max_body_bytes)
+    app.add_middleware(_refuse_bad_requests, key=key, max_bytes=worker.limits.max_body_bytes)
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
@@ -142,7 +142,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
     return JSONResponse(error_body(error), error.status_code, error.headers)
 
 
-def _check_requests(app: ASGIApp, key: str | None, max_bytes: int) -> ASGIApp:
+def _refuse_bad_requests(app: ASGIApp, key: str | None, max_bytes: int) -> ASGIApp:
     """Return an application that refuses requests before it reads their bodies, and bodies that are too large.
 
     Args:
@@ -171,7 +171,7 @@ def _check_requests(app: ASGIApp, key: str | None, max_bytes: int) -> ASGIApp:
             num_read += len(message.get("body", b""))
             if num_read > max_bytes:
                 await drain()
-                raise _too_large(max_bytes)
+                raise _body_too_large(max_bytes)
             return message
 
         try:
@@ -200,10 +200,10 @@ async def _check_head(request: Request, key: str | None, max_bytes: int) -> None
             message = "authorization: expected the API key, got none or another; send it as a bearer."
             raise HTTPException(401, message, headers={"WWW-Authenticate": "Bearer"})
     if int(request.headers.get("content-length", 0)) > max_bytes:
-        raise _too_large(max_bytes)
+        raise _body_too_large(max_bytes)
 
 
-def _too_large(max_bytes: int) -> HTTPException:
+def _body_too_large(max_bytes: int) -> HTTPException:
     return HTTPException(413, f"body: expected at most {max_bytes} bytes, got more; shorten it.")
 
 

@@ -543,15 +543,15 @@ class ResponsesRequest(_AnyRequest):
             turns.append({"role": "system", "content": self.instructions})
         for item in self.input:
             if item.type == "reasoning":
-                thoughts = _join(item.content)  # without, the item has a summary at most
+                thoughts = _join_parts(item.content)  # without, the item has a summary at most
                 turns += [{"role": "assistant", "content": None, "reasoning_content": thoughts}] if thoughts else []
             elif item.type == "message":
-                turn = {"role": item.role, "content": _join(item.content)}
+                turn = {"role": item.role, "content": _join_parts(item.content)}
                 if turns and item.role == "assistant" and turns[-1].keys() == {"role", "content", "reasoning_content"}:
                     turn = turns.pop() | turn
                 turns.append(turn)
             elif item.type == "function_call_output":
-                turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _join(item.output)})
+                turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _join_parts(item.output)})
             else:
                 if not turns or turns[-1]["role"] != "assistant":
                     turns.append({"role": "assistant", "content": None})
@@ -560,7 +560,7 @@ class ResponsesRequest(_AnyRequest):
         return turns
 
 
-def _join(parts: Sequence[ResponseText] | None) -> str:
+def _join_parts(parts: Sequence[ResponseText] | None) -> str:
     return "".join(part.text for part in parts or ())
 
 

@@ -550,7 +550,7 @@ class Service:
         pieces: dict[int, list[Piece]] = {id(job): [] for job in served.jobs}
         entries: dict[int, list[Any]] = {id(job): [] for job in served.jobs}
         async for job, update in self._events(served):
-            pieces[id(job)] += _read(job, update)
+            pieces[id(job)] += _read_update(job, update)
             entries[id(job)] += update.logprobs
         choices = [served.make_choice(job, pieces[id(job)], entries[id(job)], self.model) for job in served.jobs]
         return served.make_answer(*choices, usage=served.answer_usage)
@@ -560,7 +560,7 @@ class Service:
         size = getattr(self.worker.decoder, "slot_size", None) or 1
         try:
             async for job, update in self._events(served):
-                pieces = _read(job, update)
+                pieces = _read_update(job, update)
                 if not (pieces or update.rounds or update.logprobs or update.generation):
                     continue  # the text may be the beginning of a call
                 choice = served.make_choice(job, pieces, update.logprobs, self.model)
@@ -593,7 +593,7 @@ class Service:
             yield event
         async for job, update in self._events(served):
             builder.add_logprobs(update.logprobs)
-            for piece in filter(None, _read(job, update)):
+            for piece in filter(None, _read_update(job, update)):
                 for event in builder.add(piece):
                     yield event
         [job] = served.jobs
@@ -602,7 +602,7 @@ class Service:
             yield event
 
 
-def _read(job: Job, update: Update) -> list[Piece]:
+def _read_update(job: Job, update: Update) -> list[Piece]:
     """Return the text, the thoughts and the pieces of calls in an update."""
     if job.reader is None:
         return [update.text]

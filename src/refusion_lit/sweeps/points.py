@@ -144,7 +144,9 @@ def plan(sweep: Sweep, directory: Path, resolve: Resolve) -> list[Point]:
     points: dict[str, Point] = {}
     for options in sweep.combinations():
         try:
-            configs = {name: _resolve(sweep, name, base, options, directory, resolve) for name in sweep.subcommands}
+            configs = {
+                name: _resolve_point(sweep, name, base, options, directory, resolve) for name in sweep.subcommands
+            }
         except ValueError as error:
             named = ", ".join(f"{name}={shorten_value(value)}" for name, value in options.items())
             raise ValueError(f"point {named or 'base'}: {error}") from error
@@ -153,7 +155,9 @@ def plan(sweep: Sweep, directory: Path, resolve: Resolve) -> list[Point]:
     return list(points.values())
 
 
-def _resolve(sweep: Sweep, subcommand: str, base: Config, options: Config, directory: Path, resolve: Resolve) -> Config:
+def _resolve_point(
+    sweep: Sweep, subcommand: str, base: Config, options: Config, directory: Path, resolve: Resolve
+) -> Config:
     """Resolve a subcommand's config at a point."""
     chosen: Config = {}
     for name, value in {**sweep.options, **options}.items():

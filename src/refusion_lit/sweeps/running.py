@@ -87,7 +87,9 @@ def run(
     try:
         names = [point.id for point in points]
         write_json_atomically(directory / "sweep.json", {"swept": sweep.option_names, "points": names})
-        unfinished = {_folder(directory, point): point for point in points if not is_finished(directory, point)}
+        unfinished = {
+            _point_directory(directory, point): point for point in points if not is_finished(directory, point)
+        }
         for folder, point in unfinished.items():
             _prepare(folder, point, commands(directory, point, command))
         outcomes = [path for path in (directory / "points").glob(f"*/{OUTCOME}") if path.parent.name not in names]
@@ -101,7 +103,9 @@ def run(
             if sweep.latency is not None:
                 from refusion_lit.sweeps.latency import measure_points
 
-                finished = {_folder(directory, point): point for point in points if is_finished(directory, point)}
+                finished = {
+                    _point_directory(directory, point): point for point in points if is_finished(directory, point)
+                }
                 with _Bar(console, "speeds, one decoder at a time") as bar:
                     measure_points(finished, sweep.latency, bar.show)
         finally:  # write the table of the finished points even if interrupted
@@ -114,13 +118,13 @@ def run(
 
 def is_finished(directory: Path, point: Point) -> bool:
     """Return whether a point has readable results, and the files that it read are unchanged or missing."""
-    folder = _folder(directory, point)
+    folder = _point_directory(directory, point)
     is_current = _input_states(point).items() <= read_object(folder / POINT).get("inputs", {}).items()
     is_finished = is_current and read_object(folder / OUTCOME).get("status") == "finished"
-    return is_finished and bool(_read_results(folder))
+    return is_finished and bool(_read_point_results(folder))
 
 
-def _read_results(folder: Path) -> dict[str, Any]:
+def _read_point_results(folder: Path) -> dict[str, Any]:
     """Return the content of a point's ``results.json``; an empty mapping if the file is missing or damaged."""
     try:
         return read_results(folder / "test" / RESULTS) or {}
@@ -135,21 +139,21 @@ def _input_states(point: Point) -> dict[str, list[int]]:
         names = ("ckpt_path", "model.backbone.source", "model.backbone.draft", "model.decoding.verifier")
         for path in map(Path, filter(None, (get_nested(config, name) for name in names))):
             files |= {path} if path.is_file() else {file for file in path.rglob("*") if file.suffix in _WEIGHTS}
-        files |= _find_files(config.get("data"))
+        files |= _list_named_files(config.get("data"))
     return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files)}
 
 
-def _find_files(values: object) -> set[Path]:
+def _list_named_files(values: object) -> set[Path]:
     """Return the files that nested options name."""
     if isinstance(values, str):
         return {Path(values)} if os.path.isfile(values) else set()
     children = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
-    return set().union(*map(_find_files, children))
+    return set().union(*map(_list_named_files, children))
 
 
 def commands(directory: Path, point: Point, command: Sequence[str] = COMMAND) -> dict[str, list[str]]:
     """Return a point's command lines by subcommand."""
-    folder = _folder(directory, point)
+    folder = _point_directory(directory, point)
     return {
         subcommand: [
             *command,
@@ -174,7 +178,7 @@ def list_points(directory: Path, points: Sequence[Point], command: Sequence[str]
     return "\n".join(lines)
 
 
-def _folder(directory: Path, point: Point) -> Path:
+def _point_directory(directory: Path, point: Point) -> Path:
     return directory / "points" / point.id
 
 
@@ -267,7 +271,7 @@ def collect_rows(directory: Path, points: Sequence[Point], option_names: Sequenc
     """
     rows = []
     for point in points:
-        folder = _folder(directory, point)
+        folder = _point_directory(directory, point)
         outcome = {"status": "pending", **read_object(folder / OUTCOME)}
         common = {
             "point": point.id,
@@ -278,7 +282,7 @@ def collect_rows(directory: Path, points: Sequence[Point], option_names: Sequenc
             "error": outcome.get("error"),
             **{name: point.options.get(name) for name in option_names},
         }
-        results = _read_results(folder) if outcome["status"] == "finished" else {}
+        results = _read_point_results(folder) if outcome["status"] == "finished" else {}
         for decoder, figures in results.get("results", {None: {}}).items():
             about = {"decoder": decoder, "class": get_nested(results, f"decoders.{decoder}.class"), "mismatch": None}
             if figures:

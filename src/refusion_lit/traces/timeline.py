@@ -102,7 +102,7 @@ def timeline(trace: Trace) -> Timeline:
         new_indices = {position - trace.prompt_length for position in entry.accepted} - accepted
         accepted |= new_indices
         for index in new_indices:
-            by_forward[forward][index] = _accept(trace, index, drafts.get(index, ()))
+            by_forward[forward][index] = _make_acceptance(trace, index, drafts.get(index, ()))
     changes = tuple(tuple(change for _, change in sorted(by_index.items())) for by_index in by_forward)
     return Timeline(changes=changes, canvas_length=trace.canvas_length)
 
@@ -119,7 +119,7 @@ def _judging_forwards(rounds: Sequence[TraceRound]) -> list[int]:
     return judges
 
 
-def _accept(trace: Trace, index: int, drafts: Sequence[Change]) -> Change:
+def _make_acceptance(trace: Trace, index: int, drafts: Sequence[Change]) -> Change:
     """Return the change that accepts a token. After the response's end, the accepted token is the last draft."""
     last_draft = drafts[-1].token if drafts else None
     token = trace.token_ids[index] if index < len(trace.token_ids) else last_draft

@@ -96,7 +96,7 @@ class Likelihood(ABC):
         """
 
 
-def laid_out(labels: Int[Tensor, "batch token"], **fields: object) -> LaidOut:
+def lay_out(labels: Int[Tensor, "batch token"], **fields: object) -> LaidOut:
     """Build a batch; labels have weight 1 unless ``weights`` is given."""
     fields.setdefault("weights", (labels != IGNORE_INDEX).float())
     counts = torch.zeros(1, device=labels.device)
@@ -163,7 +163,7 @@ class LeftToRight(Likelihood):
         mask = required_mask_id(self, special_tokens)
         masks = torch.full_like(firsts, mask).where(exists, special_tokens.pad_token_id)
         labels = torch.cat((rest, first_tokens), 1)
-        return laid_out(
+        return lay_out(
             labels,
             input_ids=torch.cat((batch.input_ids, masks), 1),
             position_ids=torch.cat((positions.expand_as(rest), firsts.where(exists, num_tokens)), 1),

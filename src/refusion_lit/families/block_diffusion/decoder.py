@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
-from refusion_lit.engine.branches import masked_in, text_branch
+from refusion_lit.engine.branches import list_masked, text_branch
 from refusion_lit.engine.decoder import (
     Decoder,
     ModelRequirements,
@@ -205,7 +205,7 @@ class BlockDiffusion(BlockDecoder):
             yield from self._store(state, block_start, predicts=True)
         else:
             span_end = (first // self._span_size + 1) * self._span_size
-            drawn = masked_in(state, first, span_end)
+            drawn = list_masked(state, first, span_end)
             if self.sampling_rule == "first_hitting" and state.sampling.temperature > 0:
                 # The place does not depend on the tokens: drawn first, so that a single position's logits are read.
                 uniform = uniform_scalar("first_hitting", state.sampling.seed, state.prompt.id, state.num_forwards)
@@ -215,7 +215,7 @@ class BlockDiffusion(BlockDecoder):
             if not self.fused and state.num_cached < block_start:
                 yield from self._store(state, block_start, predicts=False)
             yield from self._denoise(state, block_start, drawn)
-            state.span_step = state.span_step + 1 if masked_in(state, first, span_end) else 0
+            state.span_step = state.span_step + 1 if list_masked(state, first, span_end) else 0
 
     def _quota(self, state: SubBlockState) -> int:
         """Return the minimum number of tokens of this step."""

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from refusion_lit.engine.branches import masked_in
+from refusion_lit.engine.branches import list_masked
 from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best
 from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.decoder import BlockDecoder
@@ -95,7 +95,7 @@ class TokenEditing(BlockDecoder):
         """Fill and edit a whole block, then commit it."""
         first = state.prompt_length + state.is_masked.index(True)
         start = first // self.block_size * self.block_size
-        positions = masked_in(state, first, start + self.block_size)
+        positions = list_masked(state, first, start + self.block_size)
         tokens: list[int | None] = [None] * len(positions)
         num_fills = num_post = 0
         statistic = "filtered" if self.confidence == "filtered" else None

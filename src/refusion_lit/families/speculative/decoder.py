@@ -163,7 +163,7 @@ class SelfSpeculative(Decoder):
         readings = yield Forward(phase=phase, branches=(main, *groups.values()), draw=draw, packed=True)
         read = dict(zip(groups, readings[1:], strict=True))
         exact = self._exact(place, len(drafts), readings[0], read)
-        accepted = _commit(state, drafts, exact)
+        accepted = _commit_drafts(state, drafts, exact)
         state.acceptance.count(accepted + 1, min(accepted + 1, len(drafts)), accepted)
         state.drafts = []
         if groups and not state.finished:
@@ -187,7 +187,7 @@ class SelfSpeculative(Decoder):
         main = branch_after(cached, tokens, shift=1, draft_at=anchors, proposals=proposals)
         draw = Draw(sampling=state.sampling, with_probability=False)
         [reading] = yield Forward(phase="verify" if state.drafts else "next_token", branches=(main,), draw=draw)
-        _commit(state, state.drafts, reading.tokens)
+        _commit_drafts(state, state.drafts, reading.tokens)
         state.drafts, state.proposals = [], []
         if state.finished or state.num_committed + 1 == len(state.tokens):
             return
@@ -277,7 +277,7 @@ class SelfSpeculative(Decoder):
         return readings[1 + list(groups).index(accepted)]
 
 
-def _commit(state: SpeculativeState, drafts: Sequence[int], exact: Sequence[int]) -> int:
+def _commit_drafts(state: SpeculativeState, drafts: Sequence[int], exact: Sequence[int]) -> int:
     """Commit the accepted drafts and the token after them; return how many drafts are accepted.
 
     Args:
