@@ -32,8 +32,8 @@ class SpecialTokens:
             appear in a text.
         draws_padding: Whether padding is a token that the model predicts, as in DiffusionGemma's canvases.
         unused_token_ids: Ids below ``vocab_size`` that belong to no token of the tokenizer.
-        drafts_block: Whether the drafter drafts a block in forwards of its own (DFlash), so that its masks see one
-            another, and predict their own positions.
+        drafts_block: Whether the drafter drafts a block in separate forwards (DFlash): its masks see one another and
+            predict their own positions.
     """
 
     mask_token_id: int | None

@@ -18,7 +18,7 @@ from refusion_lit.traces.timeline import timeline
 from refusion_lit.utils.require import require
 
 _HELP = """\
-/help     this
+/help     show this text
 /reset    forget the conversation
 /quit     leave; so do Ctrl-C at the prompt and the end of input
 

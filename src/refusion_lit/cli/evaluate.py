@@ -29,13 +29,13 @@ def build_parser() -> ModelParser:
     parser.add_argument("--include_path", type=str | None, default=None, help="folder with further task files")
     add_decoder_option(parser)
     parser.add_argument("--likelihood", type=Literal["autoregressive", "monte_carlo_masked"], default="autoregressive",
-                        help="exact for next-token models; an estimated bound for masked ones")  # fmt: skip
+                        help="exact for next-token models; an estimated bound for masked models")  # fmt: skip
     parser.add_argument("--num_draws", type=int, default=128, help="states drawn for monte_carlo_masked")
     add_decoding_options(parser, "batch_size", "allow_mismatch")
     parser.add_argument("--num_fewshot", type=int | None, default=None, help="examples in the prompt")
     parser.add_argument("--limit", type=int | None, default=None, help="only the first N documents of a task")
     parser.add_argument("--gen_kwargs", type=dict[str, Any], default={},
-                        help="generation options over the tasks' own, for example {max_gen_toks: 512}")  # fmt: skip
+                        help="generation options that replace the tasks' own, as in {max_gen_toks: 512}")  # fmt: skip
     parser.add_argument("--apply_chat_template", type=bool, default=False, help="prompts as turns of a chat")
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling and draws")
     add_loading_options(parser)

@@ -32,7 +32,7 @@ def build_parser() -> ModelParser:
     parser = ModelParser(prog="refusion-lit export", description="Write a Hugging Face directory.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, directory or hub id to export")
     parser.add_argument("--output", type=str, required=True, help="new or empty directory")
-    draft = "directory of a drafter for the model, to be written with it into one directory"
+    draft = "directory of a drafter to write into the same directory as the model"
     parser.add_argument("--draft", type=str | None, default=None, help=draft)
     add_decoder_option(parser, "the decoder that the directory names as its own; by default the model's own")
     adapters = "write low-rank adapters (in peft's layout) or the drafter alone, without the model"
@@ -41,7 +41,7 @@ def build_parser() -> ModelParser:
     parser.add_argument("--adapter_only", type=bool, default=False, help=adapters)
     results = "directory of a test run, for the model card; several as [A, B]"
     parser.add_argument("--results", type=list[str] | str, default=[], help=results)
-    repository = "repository to upload to, as OWNER/NAME; a new one is private"
+    repository = "repository to upload to, as OWNER/NAME; a new repository is private"
     parser.add_argument("--push_to_hub", type=str | None, default=None, help=repository)
     return parser
 

@@ -31,7 +31,9 @@ def build_parser() -> OneLineParser:
     from refusion_lit.cli.parser import OneLineParser
 
     parser = OneLineParser(prog="refusion-lit init", description="Copy the example configs into DIR/configs.")
-    parser.add_argument("directory", type=str, metavar="DIR", help="where to put them; made if missing")
+    parser.add_argument(
+        "directory", type=str, metavar="DIR", help="directory for the folder configs; created if missing"
+    )
     return parser
 
 

@@ -99,7 +99,9 @@ class RefusionCLI(LightningCLI):
         kwargs.setdefault("dump_header", [f"lightning.pytorch=={L.__version__}"])
         load_plugins()  # plugins register short names of decoders and objectives
         parser = OneLineLightningParser(**kwargs)
-        parser.add_argument("-c", "--config", action="config", help="YAML file; several overlay one another")
+        parser.add_argument(
+            "-c", "--config", action="config", help="YAML file; may be repeated: later files override earlier files"
+        )
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -241,7 +243,7 @@ class RefusionCLI(LightningCLI):
                 _check_backbone(config.model.backbone, self.subcommand)
 
     def _set_threads(self, num_threads: int | None) -> None:
-        """Use the number of threads of the command line, of OMP_NUM_THREADS, or of the config, in this order."""
+        """Set the number of threads from the command line, else from OMP_NUM_THREADS, else from the config."""
         if num_threads is not None:
             require_at_least("num_threads", num_threads, 1)
             if "--num_threads" in self._named or "OMP_NUM_THREADS" not in os.environ:

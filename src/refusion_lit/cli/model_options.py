@@ -111,18 +111,18 @@ def add_loading_options(parser: OneLineParser) -> None:
     parser.add_argument("--draft", type=str | None, default=None, help=draft)
     verifier = "autoregressive model with the same tokenizer, for the decoder APD"
     parser.add_argument("--verifier", type=str | None, default=None, help=verifier)
-    dtype = "type of the weights; auto: the checkpoint's, but float32 on a CPU that lacks instructions for 16 bits"
+    dtype = "type of the weights; auto: the checkpoint's type, but float32 on a CPU that lacks instructions for 16 bits"
     parser.add_argument("--dtype", type=dtypes, default="auto", help=dtype)
     device = "for example cpu or cuda:0; auto: a GPU that CUDA finds, else the CPU"
     parser.add_argument("--device", type=str, default="auto", help=device)
-    exact = "the same text alone and in a batch to the last bit, in every type; slower, on CPUs"
+    exact = "compute the same bits for a prompt alone and in a batch, in every dtype; slower, and only on CPUs"
     parser.add_argument("--batch_invariant", type=bool, default=False, help=exact)
     formats = "checkpoint format, where config.json does not name it: " + ", ".join(sorted(FORMATS))
     parser.add_argument("--checkpoint_format", type=str | None, default=None, help=formats)
-    text = "attention pattern of a directory that does not state its own"
+    text = "attention pattern, if the model directory does not state it"
     parser.add_argument("--attention", type=attention, default=None, help=text)
     parser.add_argument("--block_size", type=int | None, default=None, help="tokens per block, with block_causal")
-    bos = "prompts begin with BOS: true, false, or auto, as the tokenizer itself does; by default as stored"
+    bos = "begin prompts with BOS: true, false, or auto, as the tokenizer does; by default as stored with the model"
     parser.add_argument("--add_bos", type=bool | Literal["auto"] | None, default=None, help=bos)
     chat = "options of the chat template, as '{\"enable_thinking\": false}'; by default as stored with the model"
     parser.add_argument("--chat_template_kwargs", type=dict[str, Any] | None, default=None, help=chat)

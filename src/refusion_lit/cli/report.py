@@ -14,7 +14,9 @@ def build_parser() -> OneLineParser:
     parser.add_argument(
         "--output", type=str | None, default=None, help="folder; RUN_OR_SWEEP/report by default, ./report for several"
     )
-    parser.add_argument("--baseline", type=str | None, default=None, help="row or decoder the others are compared with")
+    parser.add_argument(
+        "--baseline", type=str | None, default=None, help="row or decoder with which all others are compared"
+    )
     parser.add_argument(
         "--format", type=str, default="html", help="html, markdown, latex, csv, pdf, png, several as html,csv, or all"
     )

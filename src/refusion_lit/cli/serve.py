@@ -31,8 +31,13 @@ def build_parser() -> ModelParser:
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
     host = "address to bind; any but 127.0.0.1, ::1 and localhost needs the environment variable REFUSION_LIT_API_KEY"
     parser.add_argument("--host", type=str, default="127.0.0.1", help=host)
-    parser.add_argument("--port", type=int, default=8000, help="port to bind; 0 for any free one")
-    parser.add_argument("--name", type=str | None, default=None, help="name in the API; by default the directory's")
+    parser.add_argument("--port", type=int, default=8000, help="port to bind; 0 for any free port")
+    parser.add_argument(
+        "--name",
+        type=str | None,
+        default=None,
+        help="name of the model in the API; by default the name of its directory",
+    )
     parser.add_argument("--log_prompts", type=bool, default=False, help="write prompts and answers into the log")
     formats = "how the model writes calls of tools; auto: as its chat template does"
     parser.add_argument("--tool_format", type=Literal["auto", *FORMATS], default="auto", help=formats)

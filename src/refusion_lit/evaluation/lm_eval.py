@@ -30,7 +30,7 @@ _MAX_TOKENS = 256
 
 
 def require_one_process() -> None:
-    """Refuse several processes of torchrun or accelerate, each of which would run all tasks.
+    """Refuse several processes of torchrun or accelerate, because every process would run all tasks.
 
     Raises:
         ValueError: If the environment names several processes.

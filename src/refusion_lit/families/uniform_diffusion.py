@@ -178,13 +178,13 @@ class UniformDiffusion(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class UniformBlock(Objective):
-    """Predicts all tokens of a response block, of which random tokens have replaced some, from the text before it.
+    """Predicts all tokens of a response block in which random tokens have replaced some tokens.
 
-    A sample shows its text, read causally, and one canvas behind it: a block of the response at a random multiple of
-    ``canvas_length``. It draws u uniformly from [0, 1], and replaces every token of the canvas with probability
-    t = (1 - eps) u + eps, where eps is 0.0001, by a token drawn uniformly from the vocabulary. The term ``diffusion``
-    is the mean cross-entropy over all tokens of the canvases, replaced or not, with equal weights. The term ``ar`` is
-    the mean cross-entropy of the text's next token.
+    A sample shows its text, read causally, and one canvas behind the text: a block of the response at a random
+    multiple of ``canvas_length``. With u drawn uniformly from [0, 1] per sample, every token of the canvas is replaced
+    with probability t = (1 - eps) u + eps, where eps is 0.0001, by a token drawn uniformly from the vocabulary. The
+    term ``diffusion`` is the mean cross-entropy over all tokens of the canvases, replaced or not, with equal weights.
+    The term ``ar`` is the mean cross-entropy of the text's next token.
 
     DiffusionGemma computes the canvas with its decoder. With probability ``self_conditioning``, a first pass of the
     decoder, without gradients, conditions the second. Models without self-conditioning compute text and canvas in

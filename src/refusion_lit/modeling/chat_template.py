@@ -1,4 +1,4 @@
-"""Chat template options, such as Qwen3's ``enable_thinking``, which are kept with the tokenizer."""
+"""Options of chat templates, such as Qwen3's ``enable_thinking``, stored with the tokenizer."""
 
 from __future__ import annotations
 

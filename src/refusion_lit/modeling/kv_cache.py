@@ -112,7 +112,7 @@ class KVCache:
                 states[target, :length] = states[source, :length]
 
     def compact(self, row: int, indices: Sequence[int], num_leading: int = 0) -> None:
-        """Move the entries at ``indices`` to follow the row's first ones, in this order; all others are discarded.
+        """Move the entries at ``indices``, in this order, behind the row's leading entries; discard all others.
 
         Args:
             row: Storage row.

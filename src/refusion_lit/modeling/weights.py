@@ -247,8 +247,8 @@ def _check_stored(source: ModelSource) -> dict[str, StoredTensor]:
 
     Raises:
         ValueError: If a file is damaged or missing, if the config asks for far more weights than the files hold, or for
-            another number of experts, if a stored tensor has integers in place of floating-point numbers, or if a
-            published checkpoint lacks a tensor, or has one more or one of another shape.
+            another number of experts, if a stored tensor has integers in place of floating-point numbers, or if the
+            tensors of a published checkpoint are missing, unknown or of a wrong shape.
     """
     folder = Path(source.name)
     check_shard_names(folder)
@@ -318,7 +318,7 @@ def _check_extra(source: str, names: Iterable[str]) -> None:
 
 
 def _integers(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
-    """Return the names of stored tensors that may be integers: the model's own ones, and what it ignores."""
+    """Return the names of stored tensors that may hold integers: integer tensors of the model, and ignored tensors."""
     integers = {name for name, tensor in model.state_dict().items() if not tensor.is_floating_point()}
     return integers | _find_ignored(model, names)
 

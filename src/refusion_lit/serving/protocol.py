@@ -176,7 +176,7 @@ class FunctionCall(_Strict):
     arguments: str
 
     def parse_arguments(self) -> Any:  # noqa: ANN401 - any JSON
-        """Return the arguments as values, which chat templates write in their own form; text that is no JSON stays."""
+        """Return the arguments as values, because templates format them; return text that is not JSON unchanged."""
         try:
             return json.loads(self.arguments)
         except ValueError:

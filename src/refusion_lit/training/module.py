@@ -412,7 +412,7 @@ class SlotDiffusionModule(L.LightningModule):
 
 
 def _require_batch(batch: object, *types: type) -> None:
-    """Refuse batches of other loaders, such as a DataLoader over rows of text, which nothing has encoded."""
+    """Refuse batches of other loaders, such as a DataLoader over texts that are not encoded."""
     expected = "batches of an InstructionDataModule"
     fix = (
         "pass InstructionDataModule(rows, tokenizer) to Trainer.fit, where rows are dicts or a torch data set of dicts"

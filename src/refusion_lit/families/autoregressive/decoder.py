@@ -11,7 +11,7 @@ from refusion_lit.engine.requests import Draw, Forward, Steps
 
 @dataclass(frozen=True, kw_only=True)
 class Autoregressive(Decoder):
-    """Draws tokens from left to right, with a KV cache, each from the logits at the token before it.
+    """Draws the next token from the logits at the last token, with a KV cache.
 
     A response of n tokens costs n forwards: the first forward reads the prompt, later forwards a single token.
 
