@@ -50,7 +50,7 @@ class _MetricsWriter(ExperimentWriter):
     def save(self) -> None:
         """Append new rows. The first call drops the rows of steps that are logged again."""
         path = Path(self.metrics_file_path)
-        with _writing(str(path)):
+        with _name_failed_file(str(path)):
             if self.metrics and self._first_steps is not None:
                 reader = csv.DictReader(io.StringIO(read_text(path, "resume")))
                 self.metrics_keys = list(reader.fieldnames or ())
