@@ -59,15 +59,15 @@ def test_every_decoder_has_a_trace(decoder: str, model: str, options: list[str],
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "prompt: expected --ckpt_path with --prompt"),
-        (["--prompt=x"], "prompt: expected --ckpt_path with --prompt"),
+        ([], "prompt: expected --ckpt_path and --prompt"),
+        (["--prompt=x"], "prompt: expected --ckpt_path and --prompt"),
         (["--ckpt_path=x", "--prompt="], "empty prompt"),
         (["--trace_file=x", "--prompt=x"], "trace_file: expected --trace_file alone"),
         (["--trace_file=nowhere.json"], "trace_file: expected a saved trace"),
         (["--trace_file=x", "--seconds_per_forward=1"], "unknown option 'seconds_per_forward'"),
         (["--trace_file=x", "--output=nowhere/t.html"], "output: expected a file in a directory"),
         (["--trace_file=x", "--output=t.png"], "output: expected a name that ends in .html or .json, got 't.png'"),
-        (["--trace_file=x.json", "--output=x.json"], "output: expected another file"),
+        (["--trace_file=x.json", "--output=x.json"], "output: expected a file other than"),
         (["--trace_file=x", "--format=json"], "unknown option 'format'"),
     ],
 )
