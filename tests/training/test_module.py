@@ -24,6 +24,7 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import CharacterTokenizer
 from refusion_lit.decoding import ReFusion
 from refusion_lit.evaluation.loop import EvaluationOptions
+from refusion_lit.learning.batch import CorruptedBatch, ResponseBatch
 from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.objectives import Autoregressive, BlockMasked, Hybrid, Masked, Objective
 from refusion_lit.tasks import Additions
@@ -280,7 +281,9 @@ def test_positions_are_counted_over_a_resumed_run(tmp_path: Path, objective: Obj
     def count_steps(num_steps: int, checkpoint: str | None = None) -> tuple[list[float], int]:
         module, data = _parts()
         module.objective = objective
-        corrupt, laid_out, computed = module.corrupt, [], []
+        corrupt = module.corrupt
+        laid_out: list[int] = []
+        computed: list[int] = []
 
         def watch(batch: ResponseBatch) -> CorruptedBatch:
             corrupted = corrupt(batch)
