@@ -16,8 +16,8 @@ class TrainingFigures:
     """Counts computed positions, sums losses, and makes the figures that training logs.
 
     Attributes:
-        num_positions: Number of token positions laid out so far on all processes, padding included; the model leaves
-            out positions that no target needs. A resumed run starts with the interrupted run's number.
+        num_positions: Number of token positions computed so far on all processes, padding included; a resumed run
+            starts with the interrupted run's number.
         sample_ids: Ids of the current step's samples on this process.
     """
 

@@ -326,19 +326,25 @@ class SlotDiffusionModule(L.LightningModule):
         return int(number)
 
     def corrupt(self, batch: ResponseBatch) -> CorruptedBatch:
-        """Corrupt a training batch with noise that depends on seed, epoch and samples only; pack it if asked."""
+        """Corrupt a training batch with noise that depends on seed, epoch and samples only; pack it if asked.
+
+        Positions that no target needs are left out.
+        """
         batch = batch.to(self.device)
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=self.seed, epoch=self.current_epoch)
         corrupted = corrupt_and_check(self.training_objective, batch, noise, self.model.special_tokens)
-        if batch.rows is None:
+        if batch.rows is not None:
+            corrupted = pack(corrupted, batch.rows, pad_token_id=self.model.special_tokens.pad_token_id)
+        return self._drop_unneeded(corrupted)
+
+    def _drop_unneeded(self, corrupted: CorruptedBatch) -> CorruptedBatch:
+        """Leave out the positions that no target needs, unless a subclass has fields that may belong to positions."""
+        if type(corrupted) is not CorruptedBatch or not self.objective.packs or corrupted.visible is None:
             return corrupted
-        return pack(corrupted, batch.rows, pad_token_id=self.model.special_tokens.pad_token_id)
+        return drop_unneeded(corrupted, pad_token_id=self.model.special_tokens.pad_token_id)
 
     def loss(self, corrupted: CorruptedBatch) -> LossOutput:
-        """Run the backbone on the positions that the targets need, and return the loss."""
-        # Fields of subclasses may belong to positions, too.
-        if type(corrupted) is CorruptedBatch and self.objective.packs and corrupted.visible is not None:
-            corrupted = drop_unneeded(corrupted, pad_token_id=self.model.special_tokens.pad_token_id)
+        """Run the backbone and return the loss."""
         hidden = self.model(
             corrupted.input_ids,
             corrupted.position_ids,
@@ -398,7 +404,7 @@ class SlotDiffusionModule(L.LightningModule):
         """Add a batch's loss; the batch is empty on a process without samples."""
         _require_batch(batch, ResponseBatch)
         corrupted = self.validation.corrupt(batch, self.model.special_tokens)
-        self.validation.means.update(None if corrupted is None else self.loss(corrupted))
+        self.validation.means.update(None if corrupted is None else self.loss(self._drop_unneeded(corrupted)))
 
     def configure_callbacks(self) -> list[L.Callback]:
         """Return the callbacks for validation, evaluation and the step source."""
