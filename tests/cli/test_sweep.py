@@ -96,7 +96,7 @@ def test_fit_then_test_with_a_point_that_fails(
             "slot_threshold=1.5: slot_threshold: expected a number in",
         ),
         ({"model.decoders.refusion.num_serial_blocks": [99]}, "num_serial_blocks: expected at most "),
-        ({"trainer.logger": [False]}, "trainer.logger: expected the default in a sweep"),
+        ({"trainer.logger": [False]}, "trainer.logger: expected the default loggers"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_runs(
