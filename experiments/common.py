@@ -66,9 +66,7 @@ def built(options: Sequence[str]) -> Any:
 
 
 def step_positions(options: Sequence[str], num_steps: int | None = None) -> list[int]:
-    """Return the token positions laid out in each of a training's first steps; of an epoch by default.
-
-    The model leaves out positions that no target needs; equal budgets count them, as all committed results do.
+    """Return the token positions that the model computes in each of a training's first steps; of an epoch by default.
 
     Args:
         options: Those of ``fit``.
