@@ -70,6 +70,8 @@ def test_a_saved_directory_has_the_options_of_its_own_decoder(tmp_path: Path) ->
     model.backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
     decoder = ReFusion(**options, infill="bonus")
     name_decoder(model, decoder)
+    # The program refuses a penalty, which Qwen2.5's Instruct models ask for.
+    model.backbone.model.generation_config.update(repetition_penalty=1.05)
     save_model(model.backbone, model.tokenizer, tmp_path)
     library = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert set(PROGRAM_OPTIONS) == refusion.OPTIONS.keys()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone, get_body
 from refusion_lit.modeling.block_drafter import FOLDER, BlockDrafter, save_block_drafter
@@ -31,6 +31,8 @@ HAS_DRAFTER = "has_drafter"
 """Entry of ``refusion_lit`` in the config of a directory with a drafter: true, or the folder of a block drafter."""
 PROGRAM_OPTIONS = ("slot_size", "num_serial_blocks", "slot_threshold", "token_threshold")
 """Options of :class:`~refusion_lit.decoding.ReFusion` that a hybrid model's program knows."""
+_KEPT_BY_PROGRAMS = ("bos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p")
+"""Generation options of the base that an export with a program keeps: ids, and how other programs sample."""
 
 
 def save_model(
@@ -61,6 +63,10 @@ def save_model(
     model = merge_adapters(backbone.model)
     model.config.mask_token_id = backbone.special_tokens.mask_token_id
     first, *others = backbone.special_tokens.eos_token_ids
+    if isinstance(drafter, Drafter) or (drafter is None and has_own_decoder(backbone.traits)):
+        # The programs refuse what else a base brings along, such as the repetition penalty of Qwen2.5.
+        kept = {name: getattr(model.generation_config, name) for name in _KEPT_BY_PROGRAMS}
+        model.generation_config = GenerationConfig(**kept)
     model.generation_config.eos_token_id = [first, *others] if others else first
     stored = getattr(model.config, "refusion_lit", None) or {}
     model.config.refusion_lit = {**stored, **backbone.traits.to_dict(), PROMPT_TEMPLATE: prompt_template}
@@ -78,7 +84,6 @@ def save_model(
         options = (named.get("init_args") or {}) if named.get("class_path") == "ReFusion" else {}
         known = {name: options[name] for name in PROGRAM_OPTIONS if options.get(name) is not None}
         model.generation_config.refusion = {**vocabulary_options(backbone.special_tokens), **known}
-        model.generation_config._from_model_config = False  # otherwise loading derives it from the config
         write_program("refusion", path)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
