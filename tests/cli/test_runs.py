@@ -309,6 +309,10 @@ def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.Captur
         (["--trainer.logger=WandbLogger"], "Requirement 'wandb"),
         (["--trainer.logger=CSVLoger"], "got 'CSVLoger'; did you mean 'CSVLogger'?"),
         (["--trainer.logger=CSVLogger"], "trainer.logger.save_dir: expected a value, got none; give it"),
+        (
+            ["--trainer.callbacks+=StochasticWeightAveraging", "--trainer.callbacks.swa_lrs=0.1"],
+            "trainer.callbacks: expected callbacks whose state is in checkpoints, got StochasticWeightAveraging",
+        ),
         (["--trainer.callbacks+=EarlyStopping"], "trainer.callbacks.monitor: expected a value, got none; give it"),
         (["--trainer.strategy=nope"], "error: trainer: You selected an invalid strategy name: `strategy='nope'`"),
         (

@@ -22,6 +22,7 @@ CHAT: list[dict[str, Any]] = [
     {"role": "assistant", "content": "d"},
     {"role": "user", "content": "e"},
 ]
+NAN = float("nan")
 PAIR = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -108,6 +109,10 @@ def test_columns_of_structs_leave_no_nulls_in_calls_and_tools(tmp_path: Path) ->
         ({"messages": [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in PAIR]}, 1),
         ({"messages": PAIR, "query": "", "response": None}, 1),
         ({"messages": [CHAT[0], *PAIR], "system": "s"}, 2),
+        # pandas writes NaN where a value is missing
+        ({"messages": PAIR, "query": NAN, "response": NAN, "system": NAN, "tools": NAN}, 1),
+        ({"instruction": "a", "input": NAN, "output": "b", "history": NAN}, 0),
+        ({"instruction": "", "input": "a", "output": "b"}, 0),
     ],
 )
 def test_usual_fields_are_recognised(tmp_path: Path, row: dict[str, Any], num_turns: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from torch import Tensor
 
 from refusion_lit import SlotDiffusionModule
@@ -67,6 +67,8 @@ class Training:
     num_accumulated: int = 1
     limits: dict[str, int] = field(default_factory=dict)
     validates: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[int, int] | None = None
+    precision: str = "32-true"
 
     def run(self, stops: Sequence[tuple[int, str]] = ()) -> tuple[dict[str, Tensor], list[Any], tuple[int, int]]:
         """Train with stops; return the weights, what :class:`Recorded` has seen, and the final step and epoch."""
@@ -81,9 +83,13 @@ class Training:
                 schedule = WarmupCosine(warmup_steps=2)
                 module = Recorded(backbone, data.built_tokenizer, Masked(), schedule=schedule, sampling=SHORT)
                 module.seen = seen
+                callbacks: list[L.Callback] = [StopAt(*stop, saved)]
+                if self.schedule is not None:
+                    callbacks.append(GradientAccumulationScheduler(self.schedule))
+                precision: Any = self.precision
                 trainer = L.Trainer(
                     accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-                    enable_checkpointing=False, callbacks=[StopAt(*stop, saved)], num_sanity_val_steps=0,
+                    enable_checkpointing=False, callbacks=callbacks, num_sanity_val_steps=0, precision=precision,
                     accumulate_grad_batches=self.num_accumulated, **self.limits, **self.validates,
                 )  # fmt: skip
                 try:
@@ -122,6 +128,8 @@ STOPS = st.lists(st.tuples(st.integers(1, 11), st.sampled_from(HOOKS)), max_size
 @example(Training(3, limits={"max_epochs": 4}), [(3, HOOKS[0]), (6, HOOKS[0]), (9, HOOKS[0])])
 @example(Training(3, limits={"max_epochs": 4}), [(3, HOOKS[2]), (6, HOOKS[2]), (8, HOOKS[0])])
 @example(Training(4, 3, limits={"max_epochs": 4}), [(2, HOOKS[1]), (3, HOOKS[0]), (6, HOOKS[1])])
+@example(Training(4, limits={"max_epochs": 3}, schedule={0: 1, 1: 2, 2: 3}), [(5, HOOKS[0]), (7, HOOKS[0])])
+@example(Training(3, limits={"max_epochs": 2}, precision="64-true"), [(2, HOOKS[0]), (3, HOOKS[2])])
 @given(TRAININGS, STOPS)
 def test_stops_change_nothing(training: Training, stops: list[tuple[int, str]]) -> None:
     training.check(sorted(stops))

@@ -16,7 +16,13 @@ import lightning as L
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import (
+    Callback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ProgressBar,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -197,6 +203,10 @@ class RefusionCLI(LightningCLI):
                 callbacks = [*callbacks, ModelCheckpoint(save_last=True)]
             callbacks = [*callbacks, SaveLastStep()]
         if self.subcommand == "fit":
+            averages = _has(user_callbacks, StochasticWeightAveraging)
+            expected = "callbacks whose state is in checkpoints"
+            got = "StochasticWeightAveraging, whose average is in none"
+            require(not averages, "trainer.callbacks", expected, got, "use EMAWeightAveraging or WeightAveraging")
             callbacks = [*callbacks, ValidateLastStep(), SaveOnSignal()]
         config["enable_model_summary"] = bool(config["enable_model_summary"])
         try:

@@ -21,7 +21,7 @@ from refusion_lit.tasks.chat_rows import (
 )
 from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require, require_choice, require_number
-from refusion_lit.utils.rows import DataRow, drop_nested_nulls, read_rows, rows_in
+from refusion_lit.utils.rows import DataRow, drop_nested_nulls, nans_to_nulls, read_rows, rows_in
 
 Preset = Literal[
     "auto", "query_response", "question_answer", "instruction", "prompt_completion", "messages", "conversations"
@@ -256,7 +256,7 @@ class InstructionFiles(FileTask):
             if sources is None:
                 raise ValueError(f"task.{split}: expected files, got none; set task.{split}.")
             named = zip(sources, _unique_labels(sources, f"task.{split}"), strict=True)
-            rows = ((row, label) for source, label in named for row in self.read_source(source))
+            rows = ((nans_to_nulls(row), label) for source, label in named for row in self.read_source(source))
             samples: list[list[Example]] = []
             num_skipped = num_left_out = 0
             places: dict[str, str] = {}
@@ -309,8 +309,8 @@ class InstructionFiles(FileTask):
             return self._from_turns(row, identity, response_field, [*first, *last], split, start=len(first))
         query = row.text(query_field, _FIX_FIELDS)
         response = row.text(response_field, _FIX_FIELDS)
-        if preset == "instruction" and values.get("input") not in (None, ""):
-            query = f"{query}\n\n{row.text('input')}"
+        if preset == "instruction" and values.get("input") is not None:
+            query = "\n\n".join(filter(str.strip, (query, row.text("input"))))
         fix = "remove it, or set malformed: skip in the task"
         require(bool(response.strip()), row.location, "a response that is not empty", response, fix)
         messages = read_earlier_turns(row, query, has_history=preset == "instruction")

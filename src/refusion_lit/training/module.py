@@ -157,6 +157,8 @@ class SlotDiffusionModule(L.LightningModule):
             check = partial(self.evaluation.check_plan, prompts=prompts, is_test=self.trainer.testing)
         options: dict[str, Any] = {"seed": self.seed, "is_sharded": is_sharded, "check": check}
         self.backbone = self.backbone_config.build(self.tokenizer, **options)
+        if self._trainer is not None:  # before Lightning restores weights, which float32 would round
+            self.trainer.precision_plugin.convert_module(self.backbone)
         if self.device_mesh is not None:
             mixed = self.trainer.precision == "bf16-mixed"
             shard(self.backbone, self.device_mesh["data_parallel"], compute_dtype=torch.bfloat16 if mixed else None)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 _COUNTERS = ("ready", "started", "processed", "completed")
 """Lightning's counters of a batch or an epoch, in the order in which it raises them."""
@@ -67,6 +68,9 @@ def begin_resumed_epoch(trainer: L.Trainer) -> None:
     # With max_epochs, the learning rate schedule needs the number of batches, so Lightning creates the loader before it
     # reads the loader's state from the checkpoint. Lightning then never passes the state on to the loader.
     trainer.fit_loop._load_combined_loader_states()
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):  # Lightning calls it at the beginning of an epoch alone
+            callback.on_train_epoch_start(trainer)
     loop = trainer.fit_loop.epoch_loop
     if loop.restarting and loop.batch_progress.current.ready == 0:
         loop.restarting = False  # the epoch has not begun

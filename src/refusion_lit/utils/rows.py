@@ -6,9 +6,10 @@ import csv
 import gzip
 import io
 import json
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,18 @@ def format_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         writer.writerow({k: json.dumps(v) if isinstance(v, dict | list | tuple) else v for k, v in row.items()})
     return text.getvalue()
+
+
+def nans_to_nulls(row: DataRow) -> DataRow:
+    """Return a row with nulls in place of NaN, which pandas writes where a value is missing.
+
+    >>> nans_to_nulls(DataRow("x", 1, {"query": "a", "input": float("nan")})).values
+    {'query': 'a', 'input': None}
+    """
+    if row.values is None:
+        return row
+    is_nan = {name: isinstance(value, float) and math.isnan(value) for name, value in row.values.items()}
+    return replace(row, values={name: None if is_nan[name] else value for name, value in row.values.items()})
 
 
 def drop_nested_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
