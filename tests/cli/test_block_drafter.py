@@ -223,6 +223,14 @@ def test_a_drafter_that_does_not_fit_is_refused_in_a_line(
         refusion_lit.load(base, draft=path)
 
 
+def test_more_layers_than_any_drafter_has_are_refused_before_transformers_lists_them(
+    base: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "muse_glimmer_assistant", "num_hidden_layers": 20000}')
+    with pytest.raises(ValueError, match=r"^draft: .*: num_hidden_layers: expected at most"):
+        refusion_lit.load(base, draft=tmp_path)
+
+
 def test_a_config_of_the_drafter_with_unknown_options_is_refused(base: Path) -> None:
     model = refusion_lit.load(base)
     options = BlockDrafterOptions(config={"widths": 3})

@@ -190,7 +190,7 @@ def test_a_model_without_drafter_is_refused(base: Path, capsys: pytest.CaptureFi
     assert "--draft" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damage", ["missing", "text", "options", "shapes", "weights"])
+@pytest.mark.parametrize("damage", ["missing", "text", "options", "kind", "sizes", "shapes", "weights"])
 def test_damaged_drafters_are_refused(draft: Path, base: Path, tmp_path: Path, damage: str) -> None:
     path = tmp_path / "draft"
     shutil.copytree(draft, path)
@@ -201,12 +201,18 @@ def test_damaged_drafters_are_refused(draft: Path, base: Path, tmp_path: Path, d
         (path / "drafter.json").write_text("{")
     elif damage == "options":
         (path / "drafter.json").write_text(json.dumps({**options, "options": {"num_masks": "x"}}))
+    elif damage == "kind":
+        (path / "drafter.json").write_text(json.dumps({**options, "options": {"block_size": 4}}))
+    elif damage == "sizes":  # which no memory has
+        (path / "drafter.json").write_text(json.dumps({**options, "options": {"num_masks": 1 << 50, "rank": 1 << 40}}))
     elif damage == "shapes":
         save_file({"masks": torch.zeros(3, 96)}, path / "drafter.safetensors")
     else:
         (path / "drafter.safetensors").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="draft: expected"):
         refusion_lit.load(base, draft=path)
+    with pytest.raises(ValueError, match="draft: expected the path"):
+        refusion_lit.load(base, draft=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "base and draft", "base that samples and draft"])

@@ -229,6 +229,13 @@ def test_broken_tables_are_named_with_line(tmp_path: Path, name: str, content: b
         InstructionFiles(train=str(tmp_path / name)).examples("train")
 
 
+@pytest.mark.parametrize("name", ["x", "x.jsonl", "x.parquet"])
+def test_a_directory_of_files_is_called_a_directory(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=r"x.*: expected a data file, got a directory"):
+        InstructionFiles(train=str(tmp_path / name)).examples("train")
+
+
 def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     (tmp_path / "x.parquet").write_bytes(b"no")

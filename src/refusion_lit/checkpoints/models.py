@@ -94,6 +94,7 @@ def load(
     """
     fix = "give a path or a hub id"
     require(isinstance(source, str | Path), "source", "a checkpoint, a directory or a hub id", source, fix)
+    require(isinstance(draft, str | Path | None), "draft", "the path of a drafter's directory", draft, "give a path")
     dtype = cast("DType", str(dtype).removeprefix("torch."))
     require_choice("dtype", dtype, ("auto", *get_args(DType)))
     device = _device(device)

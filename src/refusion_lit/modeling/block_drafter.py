@@ -26,6 +26,7 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
     rotate_half,
 )
 
+from refusion_lit.modeling.config import check_num_layers
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.stored_tensors import check_types, load_checked, missing_shards, read_headers, weight_files
 from refusion_lit.modeling.transformers_forward import LibraryCache
@@ -279,11 +280,16 @@ class BlockDrafter(nn.Module):
 
 def is_block_drafter(directory: str | Path) -> bool:
     """Whether a directory is a drafter in transformers' assistant layout."""
+    return _read_config(Path(directory)).get("model_type") == MODEL_TYPE
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the contents of ``config.json``; empty if the file is no JSON object."""
     try:
-        values = json.loads((Path(directory) / _CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(values, dict) and values.get("model_type") == MODEL_TYPE
+        values = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssistantConfig:  # noqa: ANN401 - one class per architecture
@@ -299,6 +305,7 @@ def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssist
         ValueError: If the files are damaged, tensors are missing, or the drafter is another model's.
     """
     folder = Path(directory)
+    check_num_layers(_read_config(folder), f"draft: {folder}")
     try:
         config = MuseGlimmerAssistantConfig.from_pretrained(folder)
         if not config.target_layer_ids:

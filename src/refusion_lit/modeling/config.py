@@ -93,6 +93,23 @@ def new_config(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -
     return config
 
 
+def check_num_layers(values: Mapping[str, Any], option: str) -> None:
+    """Refuse a config with more layers than any model has: transformers' configs make lists of this length.
+
+    Args:
+        values: Contents of ``config.json``.
+        option: What named the config, for the message.
+
+    Raises:
+        ValueError: Naming the number of layers.
+    """
+    text = values.get("text_config")
+    for name in _NUM_LAYERS:
+        num_layers = (text if isinstance(text, Mapping) else values).get(name)
+        fits = not isinstance(num_layers, int) or num_layers <= _MAX_LAYERS
+        require(fits, f"{option}: {name}", f"at most {_MAX_LAYERS}", num_layers, _FETCH)
+
+
 def load_config(
     source: str,
     values: Mapping[str, Any],
@@ -126,11 +143,7 @@ def load_config(
         method = (quantised.get("quant_method") or quantised.get("quant_algo")) if is_named else None
         got, fix = method or quantised, "load the checkpoint that was quantised"
         require(False, "backbone.source: quantization_config", "weights that are not quantised", got, fix)
-    text = values.get("text_config")
-    for name in _NUM_LAYERS:  # transformers' configs make lists of this length
-        num_layers = (text if isinstance(text, Mapping) else values).get(name)
-        fits = not isinstance(num_layers, int) or num_layers <= _MAX_LAYERS
-        require(fits, f"backbone.source: {source}: {name}", f"at most {_MAX_LAYERS}", num_layers, _FETCH)
+    check_num_layers(values, f"backbone.source: {source}")
     if published is not None:
         return _convert_published(published, values, overrides)
     model_type: Any = values.get("model_type")

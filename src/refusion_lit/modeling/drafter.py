@@ -231,7 +231,8 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDraft
     try:
         values = json.loads((path / OPTIONS_FILE).read_text(encoding="utf-8"))
         origin = DrafterOrigin.from_dict(values)
-        is_current = values["format"] == FORMAT
+        options = origin.options
+        is_current = values["format"] == FORMAT and isinstance(options, DrafterOptions)
         digest = values["base_weights"]
     except (OSError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise _no_drafter(path, error) from error
@@ -241,10 +242,13 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDraft
         raise _no_drafter(path, error) from error
     require(is_current, "draft", f"a drafter in format {FORMAT}", f"{path} in another format", "export it again")
     check_base_weights(body, digest, f"the model of {path} ({origin.base}; see its README)")
-    assert isinstance(origin.options, DrafterOptions)
-    drafter = Drafter(body, origin.options, origin.base)
-    expected = {name: weight.shape for name, weight in drafter.state_dict().items()}
+    assert isinstance(options, DrafterOptions)
     fix = "export the drafter again"
+    numbers = {name.partition(".")[0]: weight.shape[:1] for name, weight in weights.items()}
+    is_sized = (numbers.get("masks"), numbers.get("down")) == ((options.num_masks,), (options.rank,))
+    require(is_sized, "draft", f"weights of {options}", "other weights", fix)  # before memory for the options is taken
+    drafter = Drafter(body, options, origin.base)
+    expected = {name: weight.shape for name, weight in drafter.state_dict().items()}
     require(
         {n: w.shape for n, w in weights.items()} == expected,
         "draft",

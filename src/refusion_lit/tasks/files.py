@@ -256,7 +256,7 @@ class InstructionFiles(FileTask):
             if sources is None:
                 raise ValueError(f"task.{split}: expected files, got none; set task.{split}.")
             named = zip(sources, _unique_labels(sources, f"task.{split}"), strict=True)
-            rows = ((nans_to_nulls(row), label) for source, label in named for row in self.read_source(source))
+            rows = ((row, label) for source, label in named for row in self.read_source(source))
             samples: list[list[Example]] = []
             num_skipped = num_left_out = 0
             places: dict[str, str] = {}
@@ -266,7 +266,7 @@ class InstructionFiles(FileTask):
                     if split == "train" and not self._is_kept(row):
                         num_left_out += 1
                         continue
-                    examples = self._examples(row, _read_id(row) or f"{split}:{label}:{row.line}", split)
+                    examples = self._examples(nans_to_nulls(row), _read_id(row) or f"{split}:{label}:{row.line}", split)
                     for example in examples:
                         place = places.setdefault(example.id, row.location)
                         expected = f"a unique id, not the id of {place}"

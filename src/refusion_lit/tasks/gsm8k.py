@@ -12,7 +12,7 @@ from refusion_lit.tasks.files import InstructionFiles, Preset
 
 _NUMBER = re.compile(
     r"(?P<sign>[-\N{MINUS SIGN}+]?)\s*\$?\s*"
-    r"(?:(?P<whole>\d[\d,]*)(?: and | )(?=(?!0)\d\d?\s*/\s*\d))?"  # 2 1/2
+    r"(?:(?P<whole>\d{1,3}(?: \d{3})+|\d[\d,]*)(?: and | )(?=(?!0)\d\d?\s*/\s*\d))?"  # 2 1/2
     r"(?P<digits>\d{1,3}(?:[ _'\N{RIGHT SINGLE QUOTATION MARK}]\d{3})+(?!\d)(?:\.\d+)?|\d[\d,]*(?:\.\d+)?|\.\d+)"
     r"(?:[eE](?P<exponent>[-+]?\d{1,3})(?!\d)"
     r"|\s?(?:\\times|\\cdot|[x*\N{MULTIPLICATION SIGN}\N{MIDDLE DOT}])\s?10\s?\^\s?(?P<power>[-+]?\d{1,3})(?!\d))?"
@@ -20,10 +20,13 @@ _NUMBER = re.compile(
 )
 _DASH_AS_MINUS = re.compile(r"[\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{EN DASH}\N{FULLWIDTH HYPHEN-MINUS}](?=[$.\d])")
 _THOUSANDS = re.compile(r"[ _,'\N{RIGHT SINGLE QUOTATION MARK}]")
+_POINTS_AS_THOUSANDS = re.compile(
+    r"(?<![\d.,])(\d{1,3}(?:(?:\.\d{3})+(?=,\d)|(?:\.\d{3}){2,}))(?:,(\d+))?(?!\d)"
+)  # 1.000,50
 _EQUALS = re.compile(r"=|\N{ALMOST EQUAL TO}|\\approx")
 _EQUATION_IN_PARENTHESES = re.compile(r"\([^()=]*=[^()]*\)")
 _BOX = re.compile(r"\\(?:f?boxed|fbox)\s*\{")
-_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")  # \frac{1}{2}, \frac12
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")  # \frac{1}{2}, \frac12
 _FRACTION_CHARACTER = re.compile("[\N{VULGAR FRACTION ONE QUARTER}-\N{VULGAR FRACTION THREE QUARTERS}\u2150-\u215e]")
 _LATEX_LAYOUT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[,!;: ]|[{}]")
 # The three below are the rules of lm-evaluation-harness, gsm8k.yaml (version 3).
@@ -92,6 +95,7 @@ def _read_number(text: str) -> Fraction | None:
     """
     text = " ".join(text.split())  # in long runs of white space, the search below takes cubic time
     text = _DASH_AS_MINUS.sub("-", text)
+    text = _POINTS_AS_THOUSANDS.sub(lambda match: f"{match[1].replace('.', '')}.{match[2] or 0}", text)
     text = _FRACTION_CHARACTER.sub(lambda match: " " + normalize("NFKC", match[0]).replace("\u2044", "/"), text)
     text = _FRACTION.sub(r" \1\2/\3\4", text.replace("\\$", "$"))
     plain = _LATEX_LAYOUT.sub("", text)

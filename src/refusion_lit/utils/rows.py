@@ -134,8 +134,7 @@ def read_data_text(path: Path) -> str:
     Raises:
         ValueError: If the file does not exist or cannot be read; the message names file and line.
     """
-    if not path.is_file():
-        raise ValueError(f"{path}: expected a data file, but there is none; check the path (relative to {Path.cwd()}).")
+    _require_file(path)
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
@@ -146,6 +145,14 @@ def read_data_text(path: Path) -> str:
         ) from error
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: cannot be read ({error}); fetch it again.") from error
+
+
+def _require_file(path: Path) -> None:
+    """Refuse a path that is no file."""
+    if path.is_dir():
+        raise ValueError(f"{path}: expected a data file, got a directory; name its files in a list.")
+    if not path.is_file():
+        raise ValueError(f"{path}: expected a data file, but there is none; check the path (relative to {Path.cwd()}).")
 
 
 def parse_json_lines(file: str, text: str) -> Iterator[DataRow]:
@@ -205,8 +212,7 @@ def _parse_csv(file: str, text: str) -> Iterator[DataRow]:
 
 def _parse_parquet(file: str) -> Iterator[DataRow]:
     """Yield the rows of a Parquet file, which the package pyarrow reads."""
-    if not Path(file).is_file():
-        raise ValueError(f"{file}: expected a data file, but there is none; check the path (relative to {Path.cwd()}).")
+    _require_file(Path(file))
     try:
         import pyarrow
         from pyarrow import parquet
