@@ -234,6 +234,12 @@ def test_without_a_logger_results_land_in_the_run_directory(
     assert str(result) in "".join(capsys.readouterr())
 
 
+def test_a_training_may_leave_no_checkpoint(tmp_path: Path) -> None:
+    options = ["--trainer.callbacks=null", "--trainer.enable_checkpointing=false"]
+    assert fit(tmp_path, "--run_version=v", *options) == 0
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
 def test_a_training_without_a_logger_leaves_its_checkpoint(tmp_path: Path) -> None:
     assert main(["fit", "--config", QUICKSTART, *TINY, "--trainer.logger=false", f"--runs_dir={tmp_path}"]) == 0
     assert (tmp_path / "quickstart" / "version_0" / "checkpoints" / "last.ckpt").is_file()
@@ -311,7 +317,7 @@ def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.Captur
         (["--trainer.logger=CSVLogger"], "trainer.logger.save_dir: expected a value, got none; give it"),
         (
             ["--trainer.callbacks+=StochasticWeightAveraging", "--trainer.callbacks.swa_lrs=0.1"],
-            "trainer.callbacks: expected callbacks whose state is in checkpoints, got StochasticWeightAveraging",
+            "trainer.callbacks: expected callbacks whose state is in checkpoints, got ['lightning",
         ),
         (["--trainer.callbacks+=EarlyStopping"], "trainer.callbacks.monitor: expected a value, got none; give it"),
         (["--trainer.strategy=nope"], "error: trainer: You selected an invalid strategy name: `strategy='nope'`"),

@@ -22,9 +22,11 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from refusion_lit.checkpoints.files import newest_checkpoint
 from refusion_lit.cli import main
 from refusion_lit.training.module import SlotDiffusionModule
+from refusion_lit.training.resume import count_finished_epochs
 from support.forks import start, wait
 
 NUM_STEPS = 40
+AT_EPOCH_ENDS = ["--trainer.check_val_every_n_epoch=1", "--trainer.val_check_interval=1.0"]
 
 
 def _losses(run: Path) -> dict[int, str]:
@@ -177,6 +179,46 @@ def test_the_last_step_is_validated_and_a_longer_run_is_as_if_it_were_not(
     assert longer["callbacks"][stopping]["wait_count"] == unbroken["callbacks"][stopping]["wait_count"]
 
 
+@pytest.mark.parametrize("validates", ["at intervals", "at the ends of epochs"])
+def test_a_stop_beside_a_validation_counts_the_validation_once(
+    tmp_path: Path, fit_args: list[str], validates: str
+) -> None:
+    overlay = tmp_path / "stopping.yaml"
+    overlay.write_text(
+        "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.ModelCheckpoint, "
+        "init_args: {save_last: true, every_n_train_steps: 2}}, "
+        "{class_path: lightning.pytorch.callbacks.EarlyStopping, "
+        "init_args: {monitor: val/loss, patience: 4, mode: max}}, "
+        "{class_path: lightning.pytorch.callbacks.ModelCheckpoint, "
+        "init_args: {monitor: val/loss, mode: max, filename: best}}]}"
+    )
+    args = [*fit_args, f"--config={overlay}", "--trainer.accumulate_grad_batches=1", f"--runs_dir={tmp_path}"]
+    args += ["--trainer.val_check_interval=2"] if validates == "at intervals" else AT_EPOCH_ENDS
+    args += [] if validates == "at intervals" else ["--data.task.num_train=16"]  # two batches
+
+    def stop(number: signal.Signals, step: int) -> None:
+        start_of_batch = SlotDiffusionModule.on_train_batch_start
+
+        def stopping(self: SlotDiffusionModule, *args: Any) -> None:
+            if self.global_step == step:
+                os.kill(os.getpid(), number)
+            start_of_batch(self, *args)
+
+        SlotDiffusionModule.on_train_batch_start = stopping
+
+    assert main([*args, "--run_version=unbroken"]) == 0
+    run = tmp_path / "quickstart" / "stopped"
+    terminated, killed = partial(stop, signal.SIGTERM, 3), partial(stop, signal.SIGKILL, 7)
+    assert wait(start([*args, "--run_version=stopped"], tmp_path / "log", terminated)) == 128 + signal.SIGTERM
+    assert wait(start(["fit", f"--resume={run}"], tmp_path / "log", killed)) == -signal.SIGKILL
+    assert main(["fit", f"--resume={run}"]) == 0
+    assert _rows(run) == _rows(run.with_name("unbroken"))
+    for name in ("best", "last"):
+        stopped, unbroken = (_state(path / "checkpoints" / f"{name}.ckpt") for path in (run, run.with_name("unbroken")))
+        for key in ("global_step", "state_dict", "optimizer_states"):
+            _assert_equal(stopped[key], unbroken[key])
+
+
 @pytest.mark.parametrize("options", [["--trainer.limit_val_batches=0"], ["--trainer.val_check_interval=20"]])
 def test_no_validation_is_added_where_there_is_none_or_it_is_due(
     tmp_path: Path, fit_args: list[str], options: list[str]
@@ -187,7 +229,6 @@ def test_no_validation_is_added_where_there_is_none_or_it_is_due(
     assert _state(run / "checkpoints" / "last.ckpt")["global_step"] == 10
 
 
-AT_EPOCH_ENDS = ["--trainer.check_val_every_n_epoch=1", "--trainer.val_check_interval=1.0"]
 EVERY_SECOND = ["--trainer.check_val_every_n_epoch=1", "--trainer.val_check_interval=2"]
 
 
@@ -215,7 +256,7 @@ def test_the_last_step_is_saved_where_nothing_else_would_be(
     assert newest_checkpoint([run]) == path
     last = _state(path)
     assert last["global_step"] == (num_steps or max(_losses(run)) + 1)
-    assert last["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"] == 0  # resumes within the epoch
+    assert count_finished_epochs(last["loops"]["fit_loop"]) == last["global_step"] // 6  # steps of an epoch
 
 
 def test_the_last_step_is_saved_where_validations_do_not_reach(tmp_path: Path, fit_args: list[str]) -> None:

@@ -16,13 +16,7 @@ import lightning as L
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.callbacks import (
-    Callback,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    ProgressBar,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -203,11 +197,7 @@ class RefusionCLI(LightningCLI):
                 callbacks = [*callbacks, ModelCheckpoint(save_last=True)]
             callbacks = [*callbacks, SaveLastStep()]
         if self.subcommand == "fit":
-            averages = _has(user_callbacks, StochasticWeightAveraging)
-            expected = "callbacks whose state is in checkpoints"
-            got = "StochasticWeightAveraging, whose average is in none"
-            require(not averages, "trainer.callbacks", expected, got, "use EMAWeightAveraging or WeightAveraging")
-            callbacks = [*callbacks, ValidateLastStep(), SaveOnSignal()]
+            callbacks = [*callbacks, ValidateLastStep()]
         config["enable_model_summary"] = bool(config["enable_model_summary"])
         try:
             trainer = super()._instantiate_trainer(config, callbacks)
@@ -297,6 +287,8 @@ class RefusionCLI(LightningCLI):
             components = {"model.objective": config.model.objective}
             components |= {f"model.decoders.{name}": decoder for name, decoder in (config.model.decoders or {}).items()}
             raise locate(error, components) from error
+        if self.subcommand == "fit":  # Lightning's constructor would refuse it with enable_checkpointing: false
+            self.trainer.callbacks.append(SaveOnSignal())
         objective = self.model.objective
         if isinstance(self.datamodule, InstructionDataModule) and self.datamodule.pack_length is not None:
             expected = "an objective whose samples can be packed"
@@ -374,6 +366,10 @@ def _check_trainer(trainer: Namespace, subcommand: str) -> None:
     expected = "a strategy that forks processes or starts commands, as the command's parser cannot be sent to others"
     is_sent = "spawn" in str(trainer.strategy)
     require(not is_sent, "trainer.strategy", expected, trainer.strategy, "set it to ddp or ddp_fork")
+    classes = [str(getattr(callback, "class_path", callback)) for callback in _as_list(trainer.callbacks)]
+    averages = [name for name in classes if name.endswith("StochasticWeightAveraging")]
+    expected = "callbacks whose state is in checkpoints"
+    require(not averages, "trainer.callbacks", expected, averages, "use EMAWeightAveraging or WeightAveraging")
     for option in ("accumulate_grad_batches", "check_val_every_n_epoch"):
         if trainer[option] is not None:
             require_at_least(f"trainer.{option}", trainer[option], 1)

@@ -84,21 +84,67 @@ def _has_validation_batches(trainer: L.Trainer) -> bool:
     return sum(trainer.num_val_batches) > 0
 
 
-class SaveLastStep(Checkpoint):
-    """Makes ``last.ckpt`` the checkpoint of the final step, so that a longer run can resume from it.
+class _AfterSteps(Checkpoint):
+    """Calls :meth:`after_step` in the last hook of every optimizer step.
+
+    The end of an epoch and a validation belong to the step before. A resumed run does not validate again, so a
+    checkpoint from before the validation would lack what early stopping and the choice of the best checkpoint count.
+    The class is a ``Checkpoint``, so that it runs after early stopping and other checkpoint callbacks.
+    """
+
+    _last_hook = ""
+
+    def after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Act after a step."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:  # noqa: ANN401
+        """Find the step's last hook. The gradients of a step that still accumulates are in no checkpoint."""
+        loop, data = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+        if loop._should_accumulate():
+            return
+        is_validated = data is not None and loop._should_check_val_fx(data)
+        self._last_hook = "on_validation_end" if is_validated else "on_train_batch_end"
+        if loop._num_ready_batches_reached():
+            self._last_hook = "on_train_epoch_end"
+        self._call_after("on_train_batch_end", trainer, pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Act after a step that a validation follows."""
+        self._call_after("on_validation_end", trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Act after the last step of an epoch."""
+        self._call_after("on_train_epoch_end", trainer, pl_module)
+
+    def _call_after(self, hook: str, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if hook == self._last_hook:
+            self._last_hook = ""
+            self.after_step(trainer, pl_module)
+
+
+class SaveLastStep(_AfterSteps):
+    """Saves checkpoints of whole steps, and ``last.ckpt`` after the final step, so that a longer run can resume.
 
     With ``every_n_train_steps: 1000`` and ``max_steps: 1700``, Lightning would leave step 1000 in ``last.ckpt``, and
     tests would load old weights. If ``max_steps`` ends inside an epoch, Lightning would save after the step, when the
     epoch counts as done, and a resumed run would skip the rest of the epoch. A run that a callback or a time limit ends
-    early keeps its earlier checkpoint. The class is a ``Checkpoint``, so that it runs after the other checkpoint
-    callbacks.
+    early keeps its earlier checkpoint.
     """
 
     def __init__(self) -> None:
         self._kept: dict[ModelCheckpoint, Any] = {}  # callbacks that must not replace their last checkpoint any more
+        self._saves: dict[ModelCheckpoint, Any] = {}
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:  # noqa: ANN401, ARG002
-        """Save after the last optimizer step unless a callback has saved it."""
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Take over what checkpoint callbacks do at the end of a batch."""
+        for callback in _savers(trainer):
+            self._saves[callback] = callback.on_train_batch_end
+            callback.on_train_batch_end = lambda *_: None  # type: ignore[method-assign] - shadows the method
+
+    def after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let callbacks save the step; save the last optimizer step unless a callback has saved it."""
+        for save in self._saves.values():
+            save(trainer, pl_module, None, None, 0)
         if not _is_last_step(trainer):
             return
         for callback in _savers(trainer):
@@ -108,14 +154,11 @@ class SaveLastStep(Checkpoint):
                 callback.last_model_path = path  # before saving: the path is stored in the checkpoint
                 trainer.save_checkpoint(path, callback.save_weights_only)
                 callback._last_checkpoint_saved = path  # or Lightning would replace it at the end
-        data = trainer.fit_loop._data_fetcher
-        if data is None or not trainer.fit_loop.epoch_loop._should_check_val_fx(data):
-            self._keep(trainer)
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Keep the checkpoint that has the figures of the last validation."""
-        if not trainer.sanity_checking and trainer.state.fn == "fit" and _is_last_step(trainer):
-            self._keep(trainer)
+        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            for callback in _savers(trainer):
+                if callback.save_last:
+                    self._kept[callback] = callback.save_last
+                    callback.save_last = None
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Make the last checkpoint the newest file, because ``last`` means the newest."""
@@ -125,12 +168,11 @@ class SaveLastStep(Checkpoint):
                 _last_path(callback).touch()
         self._kept.clear()
 
-    def _keep(self, trainer: L.Trainer) -> None:
-        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-            for callback in _savers(trainer):
-                if callback.save_last:
-                    self._kept[callback] = callback.save_last
-                    callback.save_last = None
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Give the callbacks their methods back."""
+        for callback in self._saves:
+            del callback.on_train_batch_end
+        self._saves.clear()
 
 
 def _savers(trainer: L.Trainer) -> list[ModelCheckpoint]:
@@ -155,13 +197,13 @@ def last_checkpoint(trainer: L.Trainer) -> str | None:
     return next(filter(None, paths), None) or (str(trainer.ckpt_path) if trainer.ckpt_path else None)
 
 
-class SaveOnSignal(L.Callback):
+class SaveOnSignal(_AfterSteps):
     """Ends training after the current optimizer step when a signal arrives, with an exact checkpoint.
 
     Handles SIGTERM, SIGINT (Ctrl-C) and, under SLURM, the signal that announces pre-emption (SIGUSR1); the job is then
     requeued if Lightning would requeue it. Lightning's own handler saves in mid-step and into the working directory,
-    where the next job of any run would resume from the file. A second signal ends the process at once. A signal during
-    validation takes effect after the next step. The resulting ``SystemExit`` has a ``message`` and the exit code that
+    where the next job of any run would resume from the file. A second signal ends the process at once. A validation
+    that follows the step comes before the end. The resulting ``SystemExit`` has a ``message`` and the exit code that
     shells use for the signal.
     """
 
@@ -177,8 +219,9 @@ class SaveOnSignal(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Install the handlers in place of Lightning's."""
         for callback in _savers(trainer) if trainer.global_step else ():
-            # After resuming, the callback would save the same step again in mid-step, without gradients.
+            # After resuming, the callback would save the same step again in mid-step, without gradients, or at the end.
             callback._last_global_step_saved = trainer.global_step
+            callback._last_checkpoint_saved = callback._last_checkpoint_saved or str(trainer.ckpt_path or "")
         self._forget()
         if threading.current_thread() is not threading.main_thread():
             return
@@ -207,10 +250,8 @@ class SaveOnSignal(L.Callback):
             signal.signal(number, default if self._signum else handler)
         self._before = {}
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:  # noqa: ANN401, ARG002
-        """Save and stop at the end of an optimizer step if any process has received a signal."""
-        if trainer.fit_loop.epoch_loop._should_accumulate():
-            return  # gradients are in no checkpoint
+    def after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Save and stop after an optimizer step if any process has received a signal."""
         if trainer.strategy.reduce_boolean_decision(bool(self._signum), all=False):
             directory = Path(trainer.log_dir or trainer.default_root_dir)
             paths = [_last_path(callback) for callback in _savers(trainer) if callback.dirpath]
