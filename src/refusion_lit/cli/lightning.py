@@ -366,7 +366,7 @@ def _check_trainer(trainer: Namespace, subcommand: str) -> None:
     expected = "a strategy that forks processes or starts commands, as the command's parser cannot be sent to others"
     is_sent = "spawn" in str(trainer.strategy)
     require(not is_sent, "trainer.strategy", expected, trainer.strategy, "set it to ddp or ddp_fork")
-    classes = [str(getattr(callback, "class_path", callback)) for callback in _as_list(trainer.callbacks)]
+    classes = [str(getattr(callback, "class_path", callback)) for callback in _make_list(trainer.callbacks)]
     averages = [name for name in classes if name.endswith("StochasticWeightAveraging")]
     expected = "callbacks whose state is in checkpoints"
     require(not averages, "trainer.callbacks", expected, averages, "use EMAWeightAveraging or WeightAveraging")
