@@ -175,7 +175,7 @@ def test_stopping_at_the_end_gives_the_same_text() -> None:
         ({"threshold": None, "steps": 4, "block_length": 4}, "steps: expected a multiple of the 3 blocks"),
         (
             {"threshold": None, "steps": 3, "block_length": 4, "shifted": True, "cache": "dual"},
-            "steps: expected two for each of the 3 blocks or more",
+            "steps: expected at least 6",
         ),
         ({"cache": "Prefix"}, "cache: expected one of none, prefix, dual"),
         ({"threshold": -0.1}, "threshold"),
