@@ -288,7 +288,7 @@ class RefusionCLI(LightningCLI):
             components |= {f"model.decoders.{name}": decoder for name, decoder in (config.model.decoders or {}).items()}
             raise locate(error, components) from error
         if self.subcommand == "fit":  # Lightning's constructor would refuse it with enable_checkpointing: false
-            self.trainer.callbacks.append(SaveOnSignal())
+            self.trainer.callbacks.append(SaveOnSignal())  # type: ignore[attr-defined]
         objective = self.model.objective
         if isinstance(self.datamodule, InstructionDataModule) and self.datamodule.pack_length is not None:
             expected = "an objective whose samples can be packed"

@@ -83,7 +83,8 @@ def save_model(
         named = stored.get("decoder") or {}
         options = (named.get("init_args") or {}) if named.get("class_path") == "ReFusion" else {}
         known = {name: options[name] for name in PROGRAM_OPTIONS if options.get(name) is not None}
-        model.generation_config.refusion = {**vocabulary_options(backbone.special_tokens), **known}
+        refusion = {**vocabulary_options(backbone.special_tokens), **known}
+        model.generation_config.refusion = refusion  # type: ignore[attr-defined]
         write_program("refusion", path)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

@@ -347,7 +347,7 @@ def test_a_shorter_last_step_of_an_epoch_has_answers_of_its_own(
     assert begun == [3, -1, -1, -1, 1, -1] * 2
 
 
-@pytest.mark.parametrize(("how", "what"), [("constant", "equal to 0"), ("nan", "NaN")])
+@pytest.mark.parametrize(("how", "what"), [("constant", "got 0"), ("nan", "NaN")])
 def test_rewards_that_teach_nothing_change_nothing(tmp_path: Path, how: str, what: str) -> None:
     objective = replace(OBJECTIVE, rewards=(Broken(how=how),))
     weights = []
