@@ -225,7 +225,7 @@ UNKEPT: list[tuple[dict[str, Any], str]] = [
     ({"multipleOf": 0.01}, "multipleOf: expected an integer.* got 0.01"),
     ({"allOf": [{"multipleOf": 65537}, {"multipleOf": 65539}]}, "multipleOf: .*smaller"),
     ({"type": "object", "minProperties": 2}, "minProperties: .*at most 1.* got 2"),
-    ({"minProperties": 1, "required": True}, "cannot be enforced: .*'required'"),
+    ({"minProperties": 1, "required": True}, ".*'required'"),
     ({"pattern": "^[[:alpha:]]$"}, "pattern: "),
     ({"pattern": "^[a-z&&[^b]]$"}, "pattern: "),
     ({"pattern": r"^[^\w\s]$"}, "pattern: "),
@@ -236,7 +236,7 @@ UNKEPT: list[tuple[dict[str, Any], str]] = [
     ({"enum": [["a\x1f"], {"b": "c\x7f"}]}, "expected a schema that allows a value"),
     ({"pattern": r"^a\x01?$"}, "pattern: "),
     ({"pattern": "^[\\u0000-\\u001f]"}, "pattern: "),
-    ({"enum": [-13, -13.0]}, "cannot be enforced: panic"),
+    ({"enum": [-13, -13.0]}, ".*panic"),
 ]
 
 

@@ -526,7 +526,7 @@ def test_errors_that_no_route_expects_have_the_form_of_all_errors(server: Server
     schema = {"type": "integer", "\ud800": 1}
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
     status, message = get(url, json.dumps({**valid, "response_format": form}).encode())
-    assert (status, "cannot keep \\ud800 in the schema" in message) == (400, True)
+    assert (status, "\\ud800" in message) == (400, True)
     head = "POST /v1/completions HTTP/1.1\nHost: localhost:1\nContent-Type: application/json\nConnection: close\n"
     with raw(server, f"{head}Content-Length: 1000001\n\n") as connection:  # answered by the head: no body is read
         answer = connection.makefile("rb").read()

@@ -115,7 +115,8 @@ class GrammarCompiler:
         except ValueError as error:
             grammar, reason = "", str(error)
         if reason:
-            message = f"{OPTION}: this schema cannot be enforced: {' '.join(reason.split())[:300]}; simplify it."
+            reason = " ".join(reason.partition("<backtrace>")[0].split())[:300]
+            message = f"{OPTION}: this schema cannot be enforced: {reason}; simplify it."
             raise OptionError(message, OPTION)
         return grammar
 
