@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,36 @@ def test_dropped_positions_change_neither_loss_nor_gradients(
                 waiting += mask[row][token].nonzero()[:, 0].tolist()
         widths.append(len(found))
     assert dropped.input_ids.shape[1] == max(widths)
+
+
+def chain() -> CorruptedBatch:
+    """Return a row whose labelled last position sees position 1, which sees position 0."""
+    visible = torch.tensor([[[0, 1], [0, 2], [0, 3], [1, 2]]])[:, :, None]
+    return CorruptedBatch(
+        input_ids=torch.tensor([[5, 6, 7, 8]]),
+        position_ids=torch.arange(4)[None],
+        labels=torch.tensor([[-100, -100, -100, 9]]),
+        weights=torch.ones(1, 4),
+        terms=torch.zeros(1, 4, dtype=torch.long),
+        counts=torch.ones(1),
+        visible=visible,
+        is_real=torch.ones(1, 4, dtype=torch.bool),
+    )
+
+
+def test_a_position_that_is_seen_through_another_stays() -> None:
+    dropped = drop_unneeded(chain(), pad_token_id=PAD)
+    assert (dropped.input_ids.tolist(), dropped.labels.tolist()) == ([[5, 6, 8]], [[-100, -100, 9]])
+    assert attention_mask(dropped)[0].tolist() == [[True, False, False], [True, True, False], [False, True, False]]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"rejected": torch.zeros(1, 4, dtype=torch.long)}, {"num_drafts": 1}, {"num_canvas": 1}, {"is_real": None}],
+)
+def test_batches_that_cannot_be_packed_stay_as_they_are(field: dict[str, Any]) -> None:
+    batch = replace(chain(), **field)
+    assert drop_unneeded(batch, pad_token_id=PAD) is batch
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

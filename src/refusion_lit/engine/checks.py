@@ -107,7 +107,13 @@ def check_model(
     special = model.special_tokens
     reasons = check_traits(model.traits, decoder, allow_mismatch=allow_mismatch, fix=fix)
     has_masks = special.mask_token_id is not None or not any("mask" in name for name in needs.predictions)
-    require(has_masks, "decoder", "a model with a mask token", "none", "train it with Hybrid or Masked")
+    require(
+        has_masks,
+        "decoder",
+        "a model with a mask token",
+        "a model without a mask token",
+        "train it with Hybrid or Masked",
+    )
     check_drafter(decoder, has_drafter=bool(special.draft_token_ids))
     return reasons
 
@@ -116,7 +122,7 @@ def check_drafter(decoder: Decoder, *, has_drafter: bool) -> None:
     """Refuse a decoder that needs a drafter on a model without a drafter."""
     fix = "load a drafter with --draft, or set slot_size if the model was trained with the objective Hybrid"
     fits = has_drafter or not decoder.requirements().drafter
-    require(fits, "decoder", "a model with a drafter", "no drafter", fix)
+    require(fits, "decoder", "a model with a drafter", "a model without a drafter", fix)
 
 
 def check_context(

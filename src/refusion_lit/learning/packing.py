@@ -83,8 +83,11 @@ def drop_unneeded(corrupted: CorruptedBatch, *, pad_token_id: int) -> CorruptedB
 
     In block diffusion's doubled sequence, these are the prompt's noisy copy and the last clean block.
 
+    Batches that cannot be packed stay as they are: batches without :attr:`CorruptedBatch.is_real`, rows with rejected
+    tokens, draft masks or a canvas, and subclasses, whose fields may belong to positions. Causal batches stay, too.
+
     Args:
-        corrupted: A batch with :attr:`CorruptedBatch.is_real` and :attr:`CorruptedBatch.visible`.
+        corrupted: A batch.
         pad_token_id: Fills up the rows to the longest row's length.
 
     Examples:
@@ -99,6 +102,10 @@ def drop_unneeded(corrupted: CorruptedBatch, *, pad_token_id: int) -> CorruptedB
         >>> corrupted.input_ids.tolist(), drop_unneeded(corrupted, pad_token_id=0).input_ids.tolist()
         ([[5, 6, 2, 2, 5, 6, 7, 8]], [[2, 2, 5, 6]])
     """
+    has_more = bool(corrupted.num_drafts or corrupted.num_canvas) or corrupted.rejected is not None
+    is_plain = type(corrupted) is CorruptedBatch and corrupted.is_real is not None and not has_more
+    if not is_plain or corrupted.visible is None:
+        return corrupted
     needed = _needed_positions(corrupted)
     if int(needed.sum(1).max()) == needed.shape[1]:
         return corrupted

@@ -340,8 +340,8 @@ class SlotDiffusionModule(L.LightningModule):
         return self._drop_unneeded(corrupted)
 
     def _drop_unneeded(self, corrupted: CorruptedBatch) -> CorruptedBatch:
-        """Leave out the positions that no target needs, unless a subclass has fields that may belong to positions."""
-        if type(corrupted) is not CorruptedBatch or not self.objective.packs or corrupted.visible is None:
+        """Leave out the positions that no target needs, if the objective allows that rows change."""
+        if not self.objective.packs:
             return corrupted
         return drop_unneeded(corrupted, pad_token_id=self.model.special_tokens.pad_token_id)
 

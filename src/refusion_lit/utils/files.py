@@ -287,7 +287,9 @@ def check_fingerprint(option: str, name: str, recorded: Fingerprint, current: Fi
     if changes:
         more = f" and {len(changes) - _NUM_SHOWN} more" if len(changes) > _NUM_SHOWN else ""
         listed = "; ".join(f"{key} was {before!r}, is {now!r}" for key, before, now in changes[:_NUM_SHOWN])
-        raise ValueError(f"{option}: {name} was made with another model or other options: {listed}{more}. {fix}.")
+        raise ValueError(
+            f"{option}: {name} was made with another model, other data or other options: {listed}{more}. {fix}."
+        )
 
 
 def differences(before: object, after: object, name: str = "") -> Iterator[tuple[str, object, object]]:

@@ -148,7 +148,7 @@ def read_data_text(path: Path) -> str:
 
 
 def _require_file(path: Path) -> None:
-    """Refuse a path that is no file."""
+    """Refuse a directory, and a path without a file."""
     if path.is_dir():
         raise ValueError(f"{path}: expected a data file, got a directory; name its files in a list.")
     if not path.is_file():
