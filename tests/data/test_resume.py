@@ -188,15 +188,18 @@ def test_other_samples_in_packed_rows_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_other_samples_of_a_generated_split_are_noticed_without_encoding_all(tmp_path: Path) -> None:
-    def data(seed: int) -> InstructionDataModule:
-        task = Additions(num_train=20_001, num_validation=2, num_test=2, seed=seed)
-        return InstructionDataModule(task, CharacterTokenizer(), batch_size=2000)
+def test_other_samples_of_a_large_generated_split_are_refused(tmp_path: Path) -> None:
+    """Above 20 000 samples a generated split is encoded on access, and its fingerprint covers some samples only."""
 
-    seen = fit(tmp_path / "a", data=data(0))
+    def make_data(seed: int) -> InstructionDataModule:
+        task = Additions(num_train=20_001, num_validation=2, num_test=2, seed=seed)
+        return InstructionDataModule(task, CharacterTokenizer(), batch_size=4)
+
+    seen = fit(tmp_path / "unbroken", data=make_data(seed=0))
+    checkpoint = tmp_path / "unbroken" / "step=3.ckpt"
     with pytest.raises(ValueError, match=r"data\.task: expected the samples with which the epoch began"):
-        fit(tmp_path / "r", tmp_path / "a" / "step=3.ckpt", data(1))
-    assert fit(tmp_path / "s", tmp_path / "a" / "step=3.ckpt", data(0)) == seen[3:]
+        fit(tmp_path / "other samples", checkpoint, make_data(seed=1))
+    assert fit(tmp_path / "same samples", checkpoint, make_data(seed=0)) == seen[3:]
 
 
 def test_workers_change_neither_batches_nor_resuming(

@@ -203,7 +203,7 @@ def explain_missing_classes(parser: ArgumentParser) -> None:
     """Explain options without their class, which jsonargparse takes for options of the base class and refuses."""
     actions: list[Any] = parser._actions  # jsonargparse checks the value of an option in a method of its action
     for action in actions:
-        if _subclasses(action) and not hasattr(action._check_type, "__wrapped__"):
+        if hasattr(action, "extra_help") and not hasattr(action._check_type, "__wrapped__"):
             action._check_type = _name_missing_class(action, action._check_type)
 
 
@@ -229,11 +229,13 @@ def _find_missing_class(action: Any, value: Any, previous: Any) -> str | None:  
     """Return the error of a value with options but without their class; ``None`` if no class is missing.
 
     Args:
-        action: An option that takes a class, a list of classes, or classes by name.
+        action: An option; options that take a class, a list of classes, or classes by name can have such an error.
         value: The option's value.
         previous: The option's value before, whose class the options may belong to.
     """
     known = _subclasses(action)
+    if not known:
+        return None
     entries = [("", value, previous)]
     if dict in [get_origin(hint) for hint in (action._typehint, *get_args(action._typehint))]:  # classes by name
         if not isinstance(value, Mapping):
