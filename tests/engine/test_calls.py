@@ -247,13 +247,14 @@ def test_forbidden_ids_leave_the_choice_and_others_the_confidence() -> None:
     assert unsure.scores == pytest.approx([float(rest.softmax(-1)[without.tokens[0]])])
 
 
-def test_statistics_are_those_of_the_drafts_distribution() -> None:
+@pytest.mark.parametrize(("confidence", "temperature"), [("tempered", 0.7), ("filtered", 1.0)])
+def test_statistics_describe_the_distribution_that_confidence_names(confidence: str, temperature: float) -> None:
     table = random_table()
-    how = Draw(sampling=SamplingParams(temperature=0.7, top_k=4))
+    how = Draw(sampling=SamplingParams(temperature=0.7, top_k=4), confidence=confidence)  # type: ignore[arg-type]
     readings = {name: read(table, replace(how, statistic=name), [3, 4, 5]) for name in get_args(Statistic)}
     reading = readings["margin"]
     for offset, token in enumerate(reading.tokens):
-        logits = table[3 + offset].clone() / 0.7
+        logits = table[3 + offset].clone() / temperature
         logits[[PAD, MASK]] = -math.inf
         kept = logits.topk(4)
         assert token in kept.indices
@@ -261,7 +262,7 @@ def test_statistics_are_those_of_the_drafts_distribution() -> None:
         values = {name: reading.statistic[offset] for name, reading in readings.items()}
         assert values["margin"] == pytest.approx(float(probability[0] - probability[1]), abs=1e-8)
         assert values["negative_entropy"] == pytest.approx(float((probability * probability.log()).sum()), abs=1e-8)
-        assert values["filtered"] == pytest.approx(float(probability[kept.indices == token]), abs=1e-8)
+        assert values["probability"] == pytest.approx(float(probability[kept.indices == token]), abs=1e-8)
         whole = table[3 + offset].softmax(-1)
         assert reading.probabilities[offset] == pytest.approx(float(whole[token]))
         assert values["entropy"] == pytest.approx(-float((whole * whole.log()).sum()), abs=1e-8), (

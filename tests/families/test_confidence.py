@@ -1,4 +1,4 @@
-"""Raw confidences keep the order of unmasking at every temperature; filtered ones warn of low temperatures."""
+"""Raw and filtered confidences keep the order of unmasking at every temperature; tempered confidences warn."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ LENGTH = 16
 BIDIRECTIONAL = ModelTraits(attention="bidirectional", predictions=("mask",))
 BLOCKS = ModelTraits(attention="block_causal", block_size=LENGTH, predictions=("mask", "visible"))
 CASES: dict[str, Decoder] = {
-    **{order: LLaDA(order=order) for order in ("maskgit_plus", "topk_margin", "entropy")},  # type: ignore[arg-type]
-    "fast_dllm": FastDLLM(order="maskgit_plus", block_length=LENGTH, threshold=0.985),
-    "fast_dllm_entropy": FastDLLM(order="entropy", block_length=LENGTH, threshold=None),
-    "sdar": BlockDiffusion(block_size=LENGTH, confidence="filtered", threshold=0.985),
-    "sdar_entropy": BlockDiffusion(block_size=LENGTH, confidence="filtered", sampling_rule="entropy_bounded"),
+    "maskgit_plus": LLaDA(order="maskgit_plus", confidence="tempered"),
+    "topk_margin": LLaDA(order="topk_margin", confidence="tempered"),
+    "entropy": LLaDA(order="entropy", confidence="tempered"),
+    "fast_dllm": FastDLLM(order="maskgit_plus", confidence="tempered", block_length=LENGTH, threshold=0.985),
+    "fast_dllm_entropy": FastDLLM(order="entropy", confidence="tempered", block_length=LENGTH, threshold=None),
+    "sdar": BlockDiffusion(block_size=LENGTH, confidence="tempered", threshold=0.985),
+    "sdar_entropy": BlockDiffusion(block_size=LENGTH, confidence="tempered", sampling_rule="entropy_bounded"),
 }
 
 
@@ -38,10 +40,13 @@ def decode_oracle(decoder: Decoder, temperature: float, traits: ModelTraits) -> 
     return row
 
 
+@pytest.mark.parametrize("confidence", ["raw", "filtered"])
 @pytest.mark.parametrize("temperature", [0.01, 0.05, 0.2, 0.5])
 @pytest.mark.parametrize("name", CASES)
-def test_raw_confidences_do_not_depend_on_the_temperature(name: str, temperature: float) -> None:
-    decoder = replace(CASES[name], confidence="raw")
+def test_raw_and_filtered_confidences_do_not_depend_on_the_temperature(
+    name: str, temperature: float, confidence: str
+) -> None:
+    decoder = replace(CASES[name], confidence=confidence)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         greedy = list_unmasked(decoder, 0.0)
@@ -50,8 +55,8 @@ def test_raw_confidences_do_not_depend_on_the_temperature(name: str, temperature
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_filtered_confidences_warn_of_a_low_temperature(name: str) -> None:
-    with pytest.warns(UserWarning, match="confidence: raw"):
+def test_tempered_confidences_warn_of_a_low_temperature(name: str) -> None:
+    with pytest.warns(UserWarning, match="confidence: filtered"):
         low = list_unmasked(CASES[name], 0.02)
     assert low == sorted(low), "left to right, as in the authors' programs"
     with warnings.catch_warnings():
@@ -65,15 +70,15 @@ def test_orders_without_a_choice_refuse_one(make: type[Decoder]) -> None:
         make(confidence="raw")
 
 
-def test_token_editing_fills_more_masks_by_filtered_confidences() -> None:
+def test_token_editing_fills_more_masks_by_tempered_confidences() -> None:
     """A block is committed at once, so that the number of forwards shows what passes the threshold."""
     raw = TokenEditing(block_size=LENGTH, mask_threshold=0.985, edit_threshold=1.0)
-    filtered = replace(raw, confidence="filtered")
+    tempered = replace(raw, confidence="tempered")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         greedy = decode_oracle(raw, 0.0, BLOCKS).num_forwards
-        assert (
-            decode_oracle(filtered, 0.0, BLOCKS).num_forwards == decode_oracle(raw, 0.02, BLOCKS).num_forwards == greedy
-        )
-    with pytest.warns(UserWarning, match="confidence: raw"):
-        assert decode_oracle(filtered, 0.02, BLOCKS).num_forwards < greedy
+        assert decode_oracle(tempered, 0.0, BLOCKS).num_forwards == greedy
+        assert decode_oracle(raw, 0.02, BLOCKS).num_forwards == greedy
+        assert decode_oracle(replace(raw, confidence="filtered"), 0.02, BLOCKS).num_forwards == greedy
+    with pytest.warns(UserWarning, match="confidence: filtered"):
+        assert decode_oracle(tempered, 0.02, BLOCKS).num_forwards < greedy

@@ -183,7 +183,7 @@ def test_token_editing(
     decoder = TokenEditing(
         block_size=backbone.traits.block_size or 0, mask_threshold=threshold, edit_threshold=edit_threshold,
         max_post_steps=max_post_steps, min_num_filled=num_filled, stop_at_eos=stops,
-        confidence="filtered",
+        confidence="tempered",
     )  # fmt: skip
     check(
         backbone, decoder, prompts, length, temperature, decode_with_edits, threshold=threshold,
@@ -213,6 +213,6 @@ def test_block_diffusion(
         check(backbone, decoder, prompts, length, temperature, denoise, num_steps=num_steps, choose=leftmost)
         return
     threshold = 1.0 if rule == "static" else bound
-    decoder = BlockDiffusion(block_size=size, num_steps=num_steps, threshold=threshold, confidence="filtered")
+    decoder = BlockDiffusion(block_size=size, num_steps=num_steps, threshold=threshold, confidence="tempered")
     choose = by_threshold(threshold)
     check(backbone, decoder, prompts, length, temperature, denoise, num_steps=num_steps, choose=choose)

@@ -69,7 +69,7 @@ def sdar_decoder(options: dict[str, Any]) -> BlockDiffusion:
     }
     num_steps = None if strategy == "entropy_bounded" else options["denoising_steps"]
     size = options["block_length"]
-    return BlockDiffusion(block_size=size, num_steps=num_steps, confidence="filtered", fused=False, **rules[strategy])
+    return BlockDiffusion(block_size=size, num_steps=num_steps, confidence="tempered", fused=False, **rules[strategy])
 
 
 def num_forwards_until_final(run: dict[str, Any]) -> int:

@@ -90,7 +90,7 @@ def test_logits_are_those_of_the_authors_class(family: str, dtype: str, toleranc
         ),
         (
             "dream-tiny", ModelTraits(attention="bidirectional", predictions=SHIFTED), 20, (16, 18),
-            LLaDA(order="entropy", shifted=True),
+            LLaDA(order="entropy", confidence="tempered", shifted=True),
         ),
         (
             "fast-dllm-v2-tiny", ModelTraits(attention="block_causal", block_size=32, predictions=SHIFTED), 19,
@@ -138,7 +138,7 @@ def qwen_tokenizer(mask: str) -> PreTrainedTokenizerFast:
             "sdar", "qwen3", {"model_type": "sdar", "block_size": 4, "mask_token_id": 3, "fuse_cross_entropy": True,
                               "auto_map": {"AutoConfig": "configuration_sdar.SDARConfig"}},
             "<|MASK|>", ModelTraits(attention="block_causal", block_size=4, predictions=MASKED),
-            BlockDiffusion(block_size=4, threshold=0.85, confidence="filtered", fused=False),
+            BlockDiffusion(block_size=4, threshold=0.85, confidence="tempered", fused=False),
         ),
         (
             "wedlm", "qwen3", {"model_type": "wedlm", "qk_norm": True}, "<|mask|>",
@@ -148,7 +148,8 @@ def qwen_tokenizer(mask: str) -> PreTrainedTokenizerFast:
          ModelTraits(predictions=("mask", "next_token")), WeDLM()),
         (
             "open_dllm", "qwen2", {"model_type": "qwen2", "mask_token_id": 3}, "<M>",
-            ModelTraits(attention="bidirectional", predictions=SHIFTED), LLaDA(order="entropy", shifted=True),
+            ModelTraits(attention="bidirectional", predictions=SHIFTED),
+            LLaDA(order="entropy", confidence="tempered", shifted=True),
         ),
         (
             "zarya", "qwen3",

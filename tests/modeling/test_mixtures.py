@@ -110,11 +110,11 @@ BOTH = ("mask", "visible")
     [
         (
             "llada2-tiny", ModelTraits(attention="block_causal", block_size=32, predictions=BOTH), 20, (17,),
-            BlockDiffusion(block_size=32, num_steps=32, threshold=0.95, confidence="filtered"),
+            BlockDiffusion(block_size=32, num_steps=32, threshold=0.95, confidence="tempered"),
         ),
         (
             "sdar-moe-tiny", ModelTraits(attention="block_causal", block_size=4, predictions=("mask",)), 19, (18, 16),
-            BlockDiffusion(block_size=4, threshold=0.85, confidence="filtered", fused=False),
+            BlockDiffusion(block_size=4, threshold=0.85, confidence="tempered", fused=False),
         ),
     ],
 )  # fmt: skip
@@ -129,7 +129,7 @@ def test_traits_ids_and_decoder_come_from_the_checkpoint(
 
 
 def test_the_name_of_the_checkpoint_tells_2_1_from_2_0(tmp_path: Path) -> None:
-    editing = TokenEditing(block_size=32, mask_threshold=0.7, edit_threshold=0.5, confidence="filtered")
+    editing = TokenEditing(block_size=32, mask_threshold=0.7, edit_threshold=0.5, confidence="tempered")
     for folder in ("LLaDA2.1-mini", "llada2.1-flash-tuned"):
         assert refusion_lit.load(copy_model("llada2-tiny", tmp_path / folder)).default_decoder == editing
     named = BackboneConfig(source="x", checkpoint_format="llada21")

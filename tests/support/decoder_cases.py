@@ -57,8 +57,8 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
     BlockDiffusion: [
         {"sampling_rule": "first_hitting"},
         {"sampling_rule": "sequential", "block_size": 4, "num_steps": 2},
-        {"sampling_rule": "entropy_bounded", "block_size": 4, "entropy_bound": 1.0, "confidence": "filtered"},
-        {"block_size": 4, "num_steps": 2, "threshold": 0.85, "confidence": "filtered", "fused": False},
+        {"sampling_rule": "entropy_bounded", "block_size": 4, "entropy_bound": 1.0, "confidence": "tempered"},
+        {"block_size": 4, "num_steps": 2, "threshold": 0.85, "confidence": "tempered", "fused": False},
         {"shifted": True, "sub_block_size": 4},
         {"shifted": True, "sub_block_size": 4, "sub_block_cache": True},
     ],
@@ -97,7 +97,7 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
     SetDiffusion: [{"window_size": 4, "threshold": 0.5}, {"window_size": 6, "threshold": None, "quota": 2}],
     TokenEditing: [
         {"block_size": 4, "mask_threshold": 0.5, "edit_threshold": 0.5},
-        {"block_size": 5, "mask_threshold": 0.25, "edit_threshold": 0.1, "confidence": "filtered"},
+        {"block_size": 5, "mask_threshold": 0.25, "edit_threshold": 0.1, "confidence": "tempered"},
     ],
     UniformDiffusion: [
         {"canvas_length": 5, "num_steps": 3, "entropy_bound": 0.5},

@@ -15,7 +15,8 @@ from torch import Tensor
 from refusion_lit.types import ConstraintState, Prompt, SamplingParams
 
 T = TypeVar("T")
-Statistic = Literal["margin", "negative_entropy", "filtered", "entropy"]
+Statistic = Literal["margin", "negative_entropy", "probability", "entropy"]
+Confidence = Literal["raw", "filtered", "tempered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,12 @@ class Draw:
             conditional logits l_c, its second branch the unconditional logits l_u. ``None``: no guidance.
         confidence_forbidden: Ids that the softmax for the probabilities leaves out (LLaDA's EOS options).
         confidence_temperature: Divides the logits for the probabilities alone; above 0 (WeDLM).
-        statistic: Extra figure per draft: ``margin`` (difference of the two highest filtered probabilities),
-            ``negative_entropy`` (filtered distribution, in nats), ``filtered`` (the token's probability after
-            temperature, top-k and top-p), ``entropy`` (in nats, before temperature and filters). Ids that no decoder
-            draws stay in these distributions, ``forbidden`` ids do not; temperature 0 filters like temperature 1.
-        raw_statistic: Compute the statistic before temperature, top-k and top-p.
+        statistic: Extra figure per draft: ``margin`` (difference of the two highest probabilities),
+            ``negative_entropy`` (in nats), ``probability`` (of the drawn token), ``entropy`` (in nats, always of the
+            raw distribution). Ids that no decoder draws stay in the distribution, ``forbidden`` ids do not.
+        confidence: Distribution of the statistic: ``raw`` (softmax of the logits), ``filtered`` (after top-k and
+            top-p), ``tempered`` (after temperature, top-k and top-p: the distribution of the drawn tokens). At
+            temperature 0, ``tempered`` equals ``filtered``.
         top_p_first: Apply top-p before top-k (Dream); by default top-k comes first (transformers).
         with_probability: Whether the drafts' probabilities are used; without them the softmax is skipped.
         denoises: Whether readings also have the most probable tokens and the soft embeddings of the filtered
@@ -95,7 +97,7 @@ class Draw:
     confidence_forbidden: tuple[int, ...] = ()
     confidence_temperature: float = 1.0
     statistic: Statistic | None = None
-    raw_statistic: bool = False
+    confidence: Confidence = "tempered"
     top_p_first: bool = False
     with_probability: bool = True
     denoises: bool = False

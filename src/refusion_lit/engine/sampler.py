@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, islice
 from typing import get_args
@@ -264,10 +264,12 @@ class GroupSampler:
         if draw.statistic is not None:
             seen = logits.index_fill(-1, to_device(draw.forbidden, logits.device), -math.inf)
             self._forbid_eos(seen, in_span)
-            filtered = seen
-            if not draw.raw_statistic:
-                filtered = filter_logits(seen, draw.sampling, top_p_first=draw.top_p_first)
-            results.statistics.append(draft_statistic(draw.statistic, seen, filtered, tokens))
+            ranked = seen
+            if draw.confidence != "raw":
+                is_tempered = draw.confidence == "tempered"
+                sampling = draw.sampling if is_tempered else replace(draw.sampling, temperature=1.0)
+                ranked = filter_logits(seen, sampling, top_p_first=draw.top_p_first)
+            results.statistics.append(draft_statistic(draw.statistic, seen, ranked, tokens))
         if draw.denoises:
             results.best.append(first_argmax(allowed))
             filtered = filter_logits(logits, draw.sampling, top_p_first=draw.top_p_first)
@@ -306,7 +308,7 @@ def _group_key(job: SamplingJob) -> tuple[object, ...]:
     sampling = draw.sampling
     return (draw.forbidden, job.guide, bool(job.branch.proposals), sampling.temperature, sampling.top_p,
             sampling.top_k, draw.guidance, draw.confidence_forbidden, draw.confidence_temperature, draw.statistic,
-            draw.raw_statistic, draw.top_p_first, draw.denoises, draw.proposes)  # fmt: skip
+            draw.confidence, draw.top_p_first, draw.denoises, draw.proposes)  # fmt: skip
 
 
 def _share_logprobs(group: Sequence[SamplingJob], logprobs: Tensor, num_drafts: int) -> None:
@@ -507,6 +509,6 @@ def draft_statistic(
         return top[:, 0] - top[:, 1]
     if name == "negative_entropy":
         return (probability * (probability + 1e-10).log()).sum(-1)
-    if name == "filtered":
+    if name == "probability":
         return probability.gather(-1, tokens[:, None])[:, 0]
     return torch.special.entr(logits.double().softmax(-1)).sum(-1)

@@ -150,7 +150,7 @@ register(
         family="LLaDA2.0 mini and flash",
         model_type="llada2_moe",
         decoder="BlockDiffusion",
-        decoder_options={"num_steps": 32, "threshold": 0.95, "confidence": "filtered"},
+        decoder_options={"num_steps": 32, "threshold": 0.95, "confidence": "tempered"},
         layout=_layout("inclusionAI/LLaDA2.0-mini", "LowConfidence"),
         **_OPTIONS,
     )
@@ -163,7 +163,7 @@ register(
         model_type="llada2_moe",
         source_pattern=r"llada-?2[._-]?1",
         decoder="TokenEditing",
-        decoder_options={"mask_threshold": 0.7, "edit_threshold": 0.5, "confidence": "filtered"},
+        decoder_options={"mask_threshold": 0.7, "edit_threshold": 0.5, "confidence": "tempered"},
         layout=_layout("inclusionAI/LLaDA2.1-mini", "JointThreshold"),
         **_OPTIONS,
     )

@@ -241,7 +241,7 @@ class LinearSpeculation(_BlockOfMasks):
         mask_offsets = [*range(1, self.block_size)]
         needs_confidence = self.threshold > 0
         # As in the program, a drawn draft's confidence is its probability after the temperature.
-        statistic = "filtered" if needs_confidence and state.sampling.temperature > 0 else None
+        statistic = "probability" if needs_confidence and state.sampling.temperature > 0 else None
         while mask_offsets:
             # Without a round, noise depends on the position alone, so the verification draws with the same noise.
             draw = Draw(sampling=state.sampling, statistic=statistic, with_probability=needs_confidence)

@@ -371,7 +371,7 @@ def test_first_hitting_places_are_uniform() -> None:
         ({"sampling_rule": "entropy_bounded", "num_steps": 4}, "^num_steps: expected null .*, got 4"),
         ({"entropy_bound": -1.0}, "^entropy_bound: expected a number of at least 0.*, got -1.0"),
         ({"sampling_rule": "first_hitting", "num_steps": 4}, "^num_steps: expected null .*, got 4"),
-        ({"confidence": "sure"}, "^confidence: expected one of raw, filtered, got 'sure'"),
+        ({"confidence": "sure"}, "^confidence: expected one of raw, filtered, tempered, got 'sure'"),
         ({"sub_block_size": 3}, "^sub_block_size: expected a divisor of block_size 8, or null, got 3"),
         ({"sub_block_size": 0}, "^sub_block_size: expected an integer of at least 1, got 0"),
         ({"sub_block_size": 16}, "^sub_block_size: expected a divisor of block_size 8, or null, got 16"),

@@ -26,7 +26,7 @@ def decode_prompt(
 
 @pytest.mark.parametrize(("threshold", "num_per_block"), [(1.0, 4), (0.0, 1)])
 def test_a_block_costs_its_steps_and_one_forward_that_stores_it(threshold: float, num_per_block: int) -> None:
-    decoder = BlockDiffusion(block_size=4, num_steps=4, threshold=threshold, confidence="filtered", fused=False)
+    decoder = BlockDiffusion(block_size=4, num_steps=4, threshold=threshold, confidence="tempered", fused=False)
     prompt = Prompt(token_ids=(3, 4, 5, 6, 7, 8, 9, 10), id="p")
     row = decode_prompt(decoder, prompt, NO_END, SamplingParams(max_new_tokens=20))
     assert row.num_forwards == 1 + 5 * (num_per_block + 1) - 1
@@ -35,7 +35,7 @@ def test_a_block_costs_its_steps_and_one_forward_that_stores_it(threshold: float
 def test_the_published_default_is_the_dynamic_rule() -> None:
     traits = FORMATS["sdar"].traits({})
     options = FORMATS["sdar"].default_decoder(traits)["init_args"]
-    assert BlockDiffusion(**options) == BlockDiffusion(block_size=4, threshold=0.85, confidence="filtered", fused=False)
+    assert BlockDiffusion(**options) == BlockDiffusion(block_size=4, threshold=0.85, confidence="tempered", fused=False)
     # Without num_steps a step commits at least one token, as with as many steps as tokens.
     prompt, sampling = Prompt(token_ids=(3, 4, 5), id="p"), SamplingParams(max_new_tokens=30)
     rows = [

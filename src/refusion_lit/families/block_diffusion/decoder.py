@@ -17,7 +17,7 @@ from refusion_lit.engine.decoder import (
     max_length,
     most_certain,
 )
-from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Statistic, Steps
+from refusion_lit.engine.requests import Branch, Confidence, Draw, Forward, Reading, Statistic, Steps
 from refusion_lit.families.llada.decoder import step_quota, warn_of_low_temperature
 from refusion_lit.noise import uniform_scalar
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialTokens
@@ -109,7 +109,7 @@ class BlockDiffusion(BlockDecoder):
 
     - BD3-LM (arXiv 2503.09573): ``sampling_rule="first_hitting"``;
     - Fast-dLLM v2 (arXiv 2509.26328): ``block_size=32, sub_block_size=8, shifted=True``;
-    - SDAR (arXiv 2510.06303): ``block_size=4, confidence="filtered", fused=False`` and, for ``low_confidence_dynamic``,
+    - SDAR (arXiv 2510.06303): ``block_size=4, confidence="tempered", fused=False`` and, for ``low_confidence_dynamic``,
       ``num_steps=4, threshold=0.85``; for ``low_confidence_static``, ``num_steps=4, threshold=1``; for ``sequential``,
       ``num_steps=4, sampling_rule="sequential"``; for ``entropy_bounded``, ``sampling_rule="entropy_bounded"``.
 
@@ -130,9 +130,10 @@ class BlockDiffusion(BlockDecoder):
         entropy_bound: For ``entropy_bounded``: upper bound of the summed entropies in nats, at least 0.
         num_steps: Steps per sub-block, for ``threshold`` and ``sequential`` (``denoising_steps`` in SDAR). The quota of
             a step is its equal share of the sub-block; ``None``: 1.
-        confidence: Distribution of probabilities and entropies: ``raw`` softmax, or ``filtered`` by temperature, top-k
-            and top-p, as in SDAR's and Fast-dLLM v2's programs. At temperatures below 0.3, filtered probabilities
-            round to 1: they leave masks in text order and pass any threshold.
+        confidence: Distribution of probabilities and entropies: ``raw`` (softmax of the logits), ``filtered`` (after
+            top-k and top-p), or ``tempered`` (after temperature, top-k and top-p, as in SDAR's and Fast-dLLM v2's
+            programs). At temperatures below 0.3, tempered probabilities round to 1: masks are unmasked from left to
+            right, and any threshold is passed.
         sub_block_size: Tokens per sub-block; sub-blocks of a block are decoded left to right. A divisor of
             ``block_size``; ``None``: a single sub-block.
         shifted: The model predicts a mask at the position before it. A block's first token is then predicted greedily
@@ -161,7 +162,7 @@ class BlockDiffusion(BlockDecoder):
     threshold: float = 0.9
     entropy_bound: float = 0.35
     num_steps: int | None = None
-    confidence: Literal["raw", "filtered"] = "raw"
+    confidence: Confidence = "raw"
     sub_block_size: int | None = None
     shifted: bool = False
     sub_block_cache: bool = False
@@ -181,8 +182,8 @@ class BlockDiffusion(BlockDecoder):
         require(can_cache, "sub_block_cache", expected, self.sub_block_cache, "set both")
 
     def check(self, sampling: SamplingParams) -> None:
-        """Warn of filtered confidences at a low temperature."""
-        if self.confidence == "filtered" and self.sampling_rule in ("threshold", "entropy_bounded"):
+        """Warn of tempered confidences at a low temperature."""
+        if self.confidence == "tempered" and self.sampling_rule in ("threshold", "entropy_bounded"):
             warn_of_low_temperature(self, sampling)
 
     @property
@@ -192,10 +193,9 @@ class BlockDiffusion(BlockDecoder):
     @property
     def _statistic(self) -> Statistic | None:
         """Return the figure that ranks drafts; ``None`` for the raw probability."""
-        is_filtered = self.confidence == "filtered"
         if self.sampling_rule == "entropy_bounded":
-            return "negative_entropy" if is_filtered else "entropy"
-        return "filtered" if is_filtered else None
+            return "negative_entropy"
+        return None if self.confidence == "raw" else "probability"
 
     def step(self, state: SubBlockState) -> Steps[None]:  # type: ignore[override]
         """Draw tokens of the current sub-block, or a block's first token if the previous block predicts it."""
@@ -225,7 +225,12 @@ class BlockDiffusion(BlockDecoder):
     def _denoise(self, state: SubBlockState, block_start: int, drawn: list[int]) -> Steps[None]:
         """Forward the block, after clean blocks that are not cached yet; commit some of the drawn tokens."""
         branch = self._noisy_branch(state, block_start, drawn)
-        draw = Draw(sampling=state.sampling, round=state.num_forwards, statistic=self._statistic)
+        draw = Draw(
+            sampling=state.sampling,
+            round=state.num_forwards,
+            statistic=self._statistic,
+            confidence=self.confidence,
+        )
         [reading] = yield Forward(phase="denoise", branches=(branch,), draw=draw)
         state.num_cached = block_start
         chosen = self._choose(reading, self._quota(state))

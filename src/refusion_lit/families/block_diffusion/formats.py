@@ -50,7 +50,7 @@ _SDAR = CheckpointFormat(
     end_tokens=("<|im_end|>",),
     slow_tokenizer="Qwen2Tokenizer",
     decoder="BlockDiffusion",
-    decoder_options={"threshold": 0.85, "confidence": "filtered", "fused": False},
+    decoder_options={"threshold": 0.85, "confidence": "tempered", "fused": False},
 )
 _SDAR_LAYOUT = ExportLayout(
     repository="JetLM/SDAR-8B-Chat",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 
 from refusion_lit.engine.branches import list_masked
 from refusion_lit.engine.decoder import ModelRequirements, RowState, above_or_best
-from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
+from refusion_lit.engine.requests import Branch, Confidence, Draw, Forward, Steps
 from refusion_lit.families.block_diffusion.decoder import BlockDecoder
 from refusion_lit.families.block_diffusion.objective import BlockMasked
 from refusion_lit.families.llada.decoder import step_quota, warn_of_low_temperature
@@ -50,9 +49,10 @@ class TokenEditing(BlockDecoder):
         edit_threshold: Replace a token by another token that is more probable than this (token-to-token threshold), in
             [0, 1]; the comparison is strict, so 1 replaces nothing.
         max_post_steps: Maximum number of forwards of a block without masks; stops edits that undo each other.
-        confidence: Distribution of probabilities: ``raw`` softmax, or ``filtered`` by temperature, top-k and top-p, as
-            in the programs of LLaDA2.1 and diffusers. At temperatures below 0.3, filtered probabilities round to 1:
-            they fill masks in text order and pass any threshold.
+        confidence: Distribution of probabilities: ``raw`` (softmax of the logits), ``filtered`` (after top-k and
+            top-p), or ``tempered`` (after temperature, top-k and top-p, as in the programs of LLaDA2.1 and diffusers).
+            At temperatures below 0.3, tempered probabilities round to 1: masks are filled from left to right, and any
+            threshold is passed.
         min_num_filled: Fill at least this many masks per forward (``num_to_transfer`` in LLaDA2.1).
         num_steps: Steps per block (``num_inference_steps`` in diffusers). A forward fills at least its equal share of
             the block, and a block whose masks last until the final step is not edited afterwards. ``None``: no limit.
@@ -75,7 +75,7 @@ class TokenEditing(BlockDecoder):
     mask_threshold: float = 0.95
     edit_threshold: float = 0.9
     max_post_steps: int = 16
-    confidence: Literal["raw", "filtered"] = "raw"
+    confidence: Confidence = "raw"
     min_num_filled: int = 1
     num_steps: int | None = None
     stop_at_eos: bool = True
@@ -87,8 +87,8 @@ class TokenEditing(BlockDecoder):
         require(is_possible, "stop_in_block", "false with stop_at_eos: false", self.stop_in_block, "drop one of them")
 
     def check(self, sampling: SamplingParams) -> None:
-        """Warn of filtered confidences at a low temperature."""
-        if self.confidence == "filtered":
+        """Warn of tempered confidences at a low temperature."""
+        if self.confidence == "tempered":
             warn_of_low_temperature(self, sampling)
 
     def step(self, state: RowState) -> Steps[None]:
@@ -98,10 +98,12 @@ class TokenEditing(BlockDecoder):
         positions = list_masked(state, first, start + self.block_size)
         tokens: list[int | None] = [None] * len(positions)
         num_fills = num_post = 0
-        statistic = "filtered" if self.confidence == "filtered" else None
+        statistic = None if self.confidence == "raw" else "probability"
         while None in tokens or num_post < self.max_post_steps:
             is_post = None not in tokens
-            draw = Draw(sampling=state.sampling, round=state.num_forwards, statistic=statistic)
+            draw = Draw(
+                sampling=state.sampling, round=state.num_forwards, statistic=statistic, confidence=self.confidence
+            )
             branch = self._noisy_branch(state, positions, tokens)
             [reading] = yield Forward(phase="edit" if is_post else "denoise", branches=(branch,), draw=draw)
             state.num_cached = start

@@ -14,12 +14,16 @@ from typing import Literal
 
 from refusion_lit.engine.branches import text_branch
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
-from refusion_lit.engine.requests import Branch, Draw, Forward, Reading, Statistic, Steps
+from refusion_lit.engine.requests import Branch, Confidence, Draw, Forward, Reading, Statistic, Steps
 from refusion_lit.noise import uniform_scalar
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
 
-STATISTIC: dict[str, Statistic] = {"maskgit_plus": "filtered", "topk_margin": "margin", "entropy": "negative_entropy"}
+STATISTIC: dict[str, Statistic] = {
+    "maskgit_plus": "probability",
+    "topk_margin": "margin",
+    "entropy": "negative_entropy",
+}
 _DREAM = ("origin", *STATISTIC)
 _END = 1e-3
 _LOW_TEMPERATURE = 0.3
@@ -49,13 +53,14 @@ class LLaDA(Decoder):
         steps: Number of forwards over the whole response; ``None``: as many as tokens.
         block_length: Tokens per block; blocks are unmasked left to right. ``None``: a single block.
         order: Masks to unmask first (``remasking`` in LLaDA, ``alg`` in Dream). LLaDA: ``low_confidence`` (the most
-            probable draft first) or ``random``. Dream: ``origin`` (masks by chance), ``maskgit_plus`` (probability
-            after temperature and filters), ``topk_margin`` or ``entropy``; these follow Dream's time schedule, whose
-            early steps may unmask nothing and whose last step unmasks the rest. Dream's filters (top-p, then top-k)
-            act on the confidences of its last three orders, also at temperature 0.
-        confidence: For Dream's last three orders: confidences after temperature and filters (``filtered``, as in
-            Dream's program) or before (``raw``). At temperatures below 0.3, filtered confidences round to 1
-            and leave masks in text order.
+            probable draft first) or ``random``. Dream: ``origin`` (masks by chance), ``maskgit_plus`` (highest
+            probability), ``topk_margin`` (greatest distance between the two highest probabilities) or ``entropy``
+            (lowest entropy); these follow Dream's time schedule, whose early steps may unmask nothing and whose last
+            step unmasks the rest.
+        confidence: Distribution by which ``maskgit_plus``, ``topk_margin`` and ``entropy`` rank masks: ``raw`` (softmax
+            of the logits), ``filtered`` (after top-p and top-k, also at temperature 0), or ``tempered`` (after
+            temperature, top-p and top-k, as in Dream's program). At temperatures below 0.3, tempered confidences round
+            to 1, and masks are unmasked from left to right.
         guidance_scale: Classifier-free guidance weight w (``cfg_scale`` in LLaDA) in l_u + (w + 1)(l_c - l_u). The
             unconditional branch sees a masked prompt and shares the forward. 0: no guidance.
         forbid_eos: Never draw the tokenizer's end-of-sequence token (``logits_eos_inf`` in LLaDA), and leave it out of
@@ -81,7 +86,7 @@ class LLaDA(Decoder):
     steps: int | None = None
     block_length: int | None = None
     order: Literal["low_confidence", "random", "origin", "maskgit_plus", "topk_margin", "entropy"] = "low_confidence"
-    confidence: Literal["raw", "filtered"] = "filtered"
+    confidence: Confidence = "filtered"
     guidance_scale: float = 0.0
     forbid_eos: bool = False
     eos_confidence_zero: bool = False
@@ -102,7 +107,7 @@ class LLaDA(Decoder):
 
     def check(self, sampling: SamplingParams) -> None:
         """Require blocks that divide the response, and steps that divide into blocks."""
-        if self.order in STATISTIC and self.confidence == "filtered":
+        if self.order in STATISTIC and self.confidence == "tempered":
             warn_of_low_temperature(self, sampling)
         length = sampling.max_new_tokens
         block = self.block_length or length
@@ -147,7 +152,7 @@ class LLaDA(Decoder):
             guidance=self.guidance_scale or None,
             confidence_forbidden=eos if self.eos_confidence_zero else forbidden,
             statistic=STATISTIC.get(self.order),
-            raw_statistic=self.confidence == "raw",
+            confidence=self.confidence,
             top_p_first=self.order in _DREAM,
         )
         readings = yield Forward(phase="denoise", branches=self._branches(state, places), draw=draw, cached=False)
@@ -186,15 +191,15 @@ class LLaDA(Decoder):
 
 
 def warn_of_low_temperature(decoder: Decoder, sampling: SamplingParams) -> None:
-    """Warn about a temperature at which a decoder's filtered confidences round to 1.
+    """Warn about a temperature at which a decoder's tempered confidences round to 1.
 
     Equal confidences leave masks in text order, and confidences of 1 pass any threshold.
     """
     if 0 < sampling.temperature < _LOW_TEMPERATURE:
         warnings.warn(
-            f"{type(decoder).__name__} ranks masks by confidences after temperature (confidence: filtered). At "
+            f"{type(decoder).__name__} ranks masks by confidences after temperature (confidence: tempered). At "
             f"temperature {sampling.temperature:g}, most of them round to 1: masks are unmasked from left to right, "
-            "and thresholds pass more tokens. Set confidence: raw to rank by the model's own probabilities.",
+            "and thresholds pass more tokens. Set confidence: filtered, or raw, to rank without the temperature.",
             stacklevel=3,
         )
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from refusion_lit.engine.branches import rounds_since, text_branch
 from refusion_lit.engine.decoder import Decoder, ModelRequirements, RowState, most_certain
-from refusion_lit.engine.requests import Branch, Draw, Forward, Steps
+from refusion_lit.engine.requests import Branch, Confidence, Draw, Forward, Steps
 from refusion_lit.families.llada.decoder import STATISTIC, paced_steps, step_quota, time_share, warn_of_low_temperature
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from refusion_lit.utils.require import require
@@ -40,9 +40,10 @@ class FastDLLM(Decoder):
             probability after temperature, top-p and top-k (Dream with a threshold, ``alg`` ``confidence_threshold``).
             ``entropy``: the negative entropy of the filtered distribution, on Dream's time schedule inside a block
             (Dream with a cache and any other ``alg``); needs ``threshold`` null.
-        confidence: For ``maskgit_plus`` and ``entropy``: confidences after temperature and filters (``filtered``, as in
-            the authors' program) or before (``raw``). At temperatures below 0.3, filtered confidences round to 1: they
-            leave masks in text order and pass any threshold.
+        confidence: Distribution by which ``maskgit_plus`` and ``entropy`` rank masks: ``raw`` (softmax of the logits),
+            ``filtered`` (after top-p and top-k), or ``tempered`` (after temperature, top-p and top-k, as in the
+            authors' program). At temperatures below 0.3, tempered confidences round to 1: masks are unmasked from left
+            to right, and any threshold is passed.
         cache: ``none``; ``prefix`` (tokens before the block are cached; the block and later tokens are recomputed); or
             ``dual`` (only the block is recomputed).
         stop_at_eos: Stop once all tokens up to an EOS token are final.
@@ -66,7 +67,7 @@ class FastDLLM(Decoder):
     factor: float | None = None
     steps: int | None = None
     order: Literal["low_confidence", "maskgit_plus", "entropy"] = "low_confidence"
-    confidence: Literal["raw", "filtered"] = "filtered"
+    confidence: Confidence = "filtered"
     cache: Literal["none", "prefix", "dual"] = "none"
     stop_at_eos: bool = False
     shifted: bool = False
@@ -89,7 +90,7 @@ class FastDLLM(Decoder):
 
     def check(self, sampling: SamplingParams) -> None:
         """Refuse steps that the blocks cannot share equally."""
-        if self.order in STATISTIC and self.confidence == "filtered":
+        if self.order in STATISTIC and self.confidence == "tempered":
             warn_of_low_temperature(self, sampling)
         if self.steps is None:
             return
@@ -142,7 +143,7 @@ class FastDLLM(Decoder):
             sampling=state.sampling,
             round=state.num_forwards,
             statistic=STATISTIC.get(self.order),
-            raw_statistic=self.confidence == "raw",
+            confidence=self.confidence,
             top_p_first=self.order in STATISTIC,
         )
         [reading] = yield Forward(

@@ -133,7 +133,7 @@ register(
         end_tokens=("<|im_end|>",),
         slow_tokenizer="Qwen2Tokenizer",
         decoder="LLaDA",
-        decoder_options={"order": "entropy", "shifted": True},
+        decoder_options={"order": "entropy", "confidence": "tempered", "shifted": True},
         layout=ExportLayout(
             repository="Dream-org/Dream-v0-Instruct-7B",
             classes={"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"},
@@ -156,6 +156,6 @@ register(
         predictions=("mask_shifted",),
         mask_tokens=("<M>", "<|mask|>"),
         decoder="LLaDA",
-        decoder_options={"order": "entropy", "shifted": True},
+        decoder_options={"order": "entropy", "confidence": "tempered", "shifted": True},
     )
 )
