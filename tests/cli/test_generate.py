@@ -97,7 +97,7 @@ def test_a_boolean_option_alone_means_true() -> None:
     parsed = build_parser().parse(["--batch_invariant", "--ckpt_path=x", "--share_prefixes", "false", "--resume"])
     actual = [parsed[name] for name in ("batch_invariant", "share_prefixes", "resume", "overwrite")]
     assert actual == [True, False, True, False]
-    with pytest.raises(ValueError, match=r"^overwrite: expected bool"):
+    with pytest.raises(ValueError, match=r"^overwrite: .*bool.*5"):
         build_parser().parse(["--ckpt_path=x", "--overwrite", "5"])
 
 

@@ -250,7 +250,7 @@ class A(Decoder):
     [
         ("class A(\n", "own.A", "'(' was never closed"),
         ("raise RuntimeError('no')", "own.A", ": no"),
-        ("", "os.path", "expected a subclass of "),
+        ("", "os.path", "a subclass of "),
         (NO_STEP, "own.A", "abstract"),
     ],
 )

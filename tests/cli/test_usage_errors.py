@@ -38,34 +38,37 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
         (["--nothing_like_it=3"], "'nothing_like_it'"),
         (["--config"], "config: expected one argument"),
         (["--data.batch_size"], "^data.batch_size: expected one argument"),
-        (["--data.batch_size=many"], "^data.batch_size: expected int, got 'many'"),
-        (["--data.batch_size=1.5"], "^data.batch_size: expected int, got '1.5'"),
-        (["--model.sampling.stop=x"], "^model.sampling.stop: expected tuple, got 'x'"),
+        (["--data.batch_size=many"], "^data.batch_size: .*int.*many"),
+        (["--data.batch_size=1.5"], "^data.batch_size: .*int.*1.5"),
+        (["--model.sampling.stop=x"], "^model.sampling.stop: .*tuple.*x"),
         (["--seed_everything=-1"], "^seed_everything: expected .*, got -1"),
         (
             ["--data.task.class_path=InstructionFiles", "--data.task.init_args.malformed=ignore"],
-            "^data.task.malformed: expected 'error' or 'skip', got 'ignore'",
+            "^data.task: malformed: .*'error', 'skip'.*ignore",
         ),
-        (["--trainer.detect_anomaly=maybe"], "^trainer.detect_anomaly: expected bool, got 'maybe'"),
-        (["--trainer.max_epochs=x"], "^trainer.max_epochs: expected int, got 'x'"),
+        (["--trainer.detect_anomaly=maybe"], "^trainer.detect_anomaly: .*bool.*maybe"),
+        (["--trainer.max_epochs=x"], "^trainer.max_epochs: .*int.* x$"),
         (["--data.task.num_tran=3"], "^data.task: .*'num_tran'.*'num_train'"),
-        (["--data.task=Additoins"], "^data.task: expected .*'Additoins'.*'Additions'"),
-        (["--data.task=Hybrid"], "^data.task: .*'Hybrid'.*Additions, .*Gsm8k"),
+        (["--data.task=Additoins"], "^data.task: .*Additoins.*'Additions'"),
+        (["--data.task=Hybrid"], "^data.task: .*Hybrid.*Additions, .*Gsm8k"),
         (["--data.task=no_such_package.Task"], "^data.task: .*no_such_package"),
         (["--data.task=no.yaml"], "^data.task: .*no.yaml"),
-        (["--data.task=null"], "^data.task: expected .*'None'"),
+        (["--data.task=null"], "^data.task: .*None"),
         (["--data=none.yaml"], "^data: .*none.yaml"),
         (["--config=none.yaml"], "^config: .*none.yaml"),
         (["--model.sampling=abc"], "^model.sampling: .*abc"),
-        (["--trainer.callbacks=Nope"], "^trainer.callbacks: .*'Nope'"),
-        (["--model.optimizer=Adamm"], "^model.optimizer: .*'Adamm'.*'Adam'"),
-        (["--model.objective=Hybird"], "^model.objective: .*'Hybird'.*'Hybrid'"),
-        (["--model.objective=GroupPolicy", "--model.objective.rewards=[Additions]"], "^model.objective.rewards: "),
+        (["--trainer.callbacks=Nope"], "^trainer.callbacks: .*Nope"),
+        (["--model.optimizer=Adamm"], "^model.optimizer: .*Adamm.*'Adam'"),
+        (["--model.objective=Hybird"], "^model.objective: .*Hybird.*'Hybrid'"),
+        (
+            ["--model.objective=GroupPolicy", "--model.objective.rewards=[Additions]"],
+            "^model.objective: rewards: .*Additions",
+        ),
         (["--model.decoders.refusion.slot_sise=4"], "^model.decoders.refusion.slot_sise: .*'slot_size'"),
-        (["--model.decoders.refusion.slot_size=x"], "^model.decoders.refusion.slot_size: expected int, got 'x'"),
-        (["--model.decoders={a: {class_path: ReFusion, init_args: {k: x}}}"], "^model.decoders.*k: expected int"),
+        (["--model.decoders.refusion.slot_size=x"], "^model.decoders.refusion.slot_size: .*int.* x$"),
+        (["--model.decoders={a: {class_path: ReFusion, init_args: {k: x}}}"], "^model.decoders: k: .*int.* x$"),
         (["--model.decoders.a=Autoregressive", "--model.decoders.a.slot_size=4"], "'slot_size'.* no options"),
-        (["--model.backbone.attention=up"], "^model.backbone.attention: expected 'causal' or .*, got 'up'"),
+        (["--model.backbone.attention=up"], "^model.backbone.attention: .*'causal', .* up$"),
         (["stray"], "stray"),
     ],
 )
@@ -82,10 +85,10 @@ def test_wrong_arguments(cli: RefusionCLI, args: list[str], expected: str) -> No
         ({"model": 3}, "model: expected a mapping"),
         ({"model": {"sampling": [3]}}, "model.sampling: expected a mapping"),
         ({"model": {"sampling": {"max_new_tokns": 3}}}, "'model.sampling.max_new_tokens'"),
-        ({"data": {"batch_size": "x"}}, "data.batch_size: expected int, got 'x'"),
+        ({"data": {"batch_size": "x"}}, "data.batch_size: .*int.* x$"),
         ({"data": {"task": {"class_path": "Gsm8k", "init_args": {"tset": "x"}}}}, "data.task: .*'tset'.*'test'"),
-        ({"model": {"decoders": {"a": {"class_path": "ReFuson"}}}}, "model.decoders: .*'ReFuson'.*'ReFusion'"),
-        ({"trainer.max_epochs": "x"}, "trainer.max_epochs: expected int, got 'x'"),
+        ({"model": {"decoders": {"a": {"class_path": "ReFuson"}}}}, "model.decoders: .*ReFuson.*'ReFusion'"),
+        ({"trainer.max_epochs": "x"}, "trainer.max_epochs: .*int.* x$"),
     ],
 )
 def test_wrong_configs_are_named(cli: RefusionCLI, config: dict[str, object], expected: str, tmp_path: Path) -> None:
@@ -110,7 +113,7 @@ def test_the_run_s_seed_is_the_default_of_the_others(cli: RefusionCLI, tmp_path:
 
 def test_what_is_required_may_come_from_a_config(cli: RefusionCLI) -> None:
     assert "data.task" in refusal(cli, "fit", "--data.task.num_train=3", "--data.task=Additions")
-    assert refusal(cli, "fit").startswith("data.task: expected a value, got none")
+    assert refusal(cli, "fit").endswith("required: data.task")
     cli.parse(["fit", "--config", QUICKSTART])
     cli.parse(["fit", "--data.task=Additions", "--data.tokenizer=CharacterTokenizer"])
 
@@ -155,7 +158,7 @@ def test_a_boolean_option_alone_means_true_beside_a_trainer(cli: RefusionCLI, mo
         (["--max_tokens=1"], "'max_tokens'(?! of ).*'max_new_tokens'"),
         (["--prompt=1", "--prompt=2"], "^prompt: .*2 times.*--prompts"),
         (["--stop=;", "--stop", ","], r"^stop: .*2 times.*\[A, B\]"),
-        (["--dtype=fp32"], "^dtype: expected .*'float32'.*got 'fp32'"),
+        (["--dtype=fp32"], "^dtype: .*'float32'.* fp32$"),
         (["--decoder=no.yaml"], "^decoder: .*no.yaml"),
     ],
 )

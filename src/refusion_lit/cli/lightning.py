@@ -155,7 +155,7 @@ class RefusionCLI(LightningCLI):
             # The parser of all subcommands would check each value again, which takes as long as parsing.
             config = Namespace({"subcommand": command, command: subparser.parse_args(options_read)})
         except PARSER_ERRORS as error:
-            message = explain_error(subparser, error).removeprefix(f"{command}.")
+            message = explain_error(error).removeprefix(f"{command}.")
             raise ValueError(_find_file(message, options, files) + message) from error
         for change in run_directory.find_moved_files(config[command], files):
             sys.stderr.write(f"{change}\n")

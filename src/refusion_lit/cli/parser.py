@@ -5,19 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from copy import deepcopy
-from difflib import SequenceMatcher, get_close_matches
-from functools import wraps
+from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, cast, get_args, get_origin
+from typing import Any, NoReturn, cast, get_args
 
-import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
 from refusion_lit.cli.messages import user_code_location
-from refusion_lit.utils.nested import get_nested
 from refusion_lit.utils.require import require
 
 PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, SyntaxError, ImportError, NameError)
@@ -45,14 +41,11 @@ class OneLineParser(ArgumentParser):
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - jsonargparse's options
         super().__init__(formatter_class=PlainHelp, allow_abbrev=False, **options)
 
-    def add_class_arguments(self, theclass: type, nested_key: str | None = None, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - jsonargparse's options
-        """Add a class's options; keep the class's name for errors, unless the options are a group among others."""
-        if nested_key is None:
-            first = next(iter(get_args(theclass)), theclass)  # of a union
-            self._class_name = getattr(first, "__name__", "")
-        added = super().add_class_arguments(theclass, nested_key, *args, **options)
-        explain_missing_classes(self)
-        return added
+    def add_class_arguments(self, theclass: type, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - jsonargparse's options
+        """Add a class's options; the parser of a class keeps the class's name for errors."""
+        if not self.exit_on_error:  # a command's parser exits, and has options of several classes
+            self._class_name = getattr(next(iter(get_args(theclass)), theclass), "__name__", "")
+        return super().add_class_arguments(theclass, *args, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the error instead of printing it below the usage."""
@@ -73,12 +66,10 @@ class OneLineParser(ArgumentParser):
         return self._create(lambda: self.parse_object(deepcopy(dict(values))))
 
     def _create(self, parse: Callable[[], Namespace]) -> Namespace:
-        self._class_name = ""  # an error in an option of a command names no class
-        explain_missing_classes(self)
         try:
             parsed = parse()
         except PARSER_ERRORS as error:
-            raise ValueError(explain_error(self, error)) from error
+            raise ValueError(explain_error(error)) from error
         try:
             return cast("Namespace", self.instantiate_classes(parsed))
         except ValueError as error:
@@ -87,14 +78,11 @@ class OneLineParser(ArgumentParser):
     def _refuse_repeated(self, args: Sequence[str]) -> None:
         """Refuse a prompt or a list given twice, because jsonargparse would ignore the first value."""
         names = [arg.partition("=")[0] for arg in args]
-        for action in self._actions:
-            num_times = names.count(f"--{action.dest}")
-            takes_list = "list[" in str(getattr(action, "_typehint", ""))
-            if num_times > 1 and (takes_list or action.dest == "prompt"):
-                fix = (
-                    "write one list, as in '[A, B]'" if takes_list else "put several prompts into a file for --prompts"
-                )
-                require(False, action.dest, "the option once", f"{num_times} times", fix)
+        fixes = {"prompt": "put several prompts into a file for --prompts"}
+        lists = [action.dest for action in self._actions if "list[" in str(getattr(action, "_typehint", ""))]
+        for name, fix in (dict.fromkeys(lists, "write one list, as in '[A, B]'") | fixes).items():
+            num_times = names.count(f"--{name}")
+            require(num_times < 2, name, "the option once", f"{num_times} times", fix)
 
 
 def allow_bare_flags(parser: ArgumentParser) -> None:
@@ -117,7 +105,14 @@ def as_list(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value
 
 
-# Errors. jsonargparse refuses wrong options; the functions below make its message one line.
+def explain_error(error: Exception) -> str:
+    """Return the line of an error of parsing; an error in a user's module has its type and place."""
+    if isinstance(error, ValueError):
+        return str(error)
+    return f"{type(error).__name__}: {error}{user_code_location(error)}"
+
+
+# Errors. jsonargparse refuses wrong options; the functions below put its message on one line with the nearest name.
 
 _MIN_SIMILARITY = 0.75
 _MAX_LISTED = 20
@@ -126,138 +121,53 @@ _UNKNOWN = re.compile(
     r"|unrecognized arguments: --([^ =]+)"
 )
 _REPEATED = re.compile(
-    r"Expected a path but|Does not validate against|Subtypes:|Errors:|Given value|Expected a <class 'NoneType'>"
-    r"|Subclass types expect|a class path \(|a dict with|Unable to load config '"
+    r"Expected a path but|Does not validate against|Subtypes:|Errors:|Given value"
+    r"|Expected a <class '(?:NoneType|collections)|Subclass types expect|a class path \("
+    r"|a dict with|Unable to load config '"
 )
 """Lines in which jsonargparse repeats an option's type or value."""
-_TYPE = re.compile(r"Expected an? (?:<class '(?P<name>.+?)'>|typing\.Literal\[(?P<choices>.+?)\])")
 _CLASS = re.compile(
-    r"(?:Expected a dot import path string:|Unexpected import path format:|Not a valid subclass of \w+\. Got value:"
-    r"|Expected an import path or a subclass spec, but got) ?(.*)"
+    r"(?:^|; )(?:Expected a dot import path string|Unexpected import path format|Not a valid subclass|Import path"
+    r"|Expected an instantiatable class|unknown option '\w+'(?: of (?P<owner>\w+))?[;:]).*?(?:: (?P<name>\S+))?$"
 )
-
-
-def explain_error(parser: ArgumentParser, error: Exception) -> str:
-    """Return the line of an error of parsing; an error in a user's module has its type and place."""
-    if isinstance(error, ValueError):
-        return explain(parser, str(error))
-    return f"{type(error).__name__}: {error}{user_code_location(error)}"
+"""Errors that a name of a class answers; an unknown option of the base class is an option without its class."""
 
 
 def explain(parser: ArgumentParser, message: str) -> str:
-    """Shorten jsonargparse's message to ``option: reason`` on one line, with the nearest known name.
+    """Return jsonargparse's message as ``option: reason`` on one line, with the nearest known name.
 
-    The message about an option of a class arrives first, from the parser of the class, and again within the message
-    about the option that takes the class.
+    The message about an option of a class arrives first, from the parser of the class, and again as a line of the
+    message about the option that takes the class.
     """
     if unknown := _UNKNOWN.match(message):
-        name = ".".join(filter(None, unknown.groups()))
-        known = _option_names(parser)
-        owner = f" of {class_name}" if (class_name := getattr(parser, "_class_name", "")) else ""
-        return f"unknown option {name!r}{owner}{suggest(name, known) if known else ': the class has no options'}"
-    if required := re.search(r"arguments are required: (.+)", message):
-        return f"{required[1]}: expected a value, got none; give it on the command line or in a config."
-    option = ""
-    for key in re.findall(r'Parser key "(.+?)"', message):  # of an option, and of an option in its value
-        option = key if f"{key}.".startswith(f"{option}.") or not option else f"{option}.{key}"
-    action = next((action for action in parser._actions if action.dest == option), None)
-    if entry := re.search(r"NestedArg\(key='(.+?)'", message):  # of a mapping or a class
-        option = f"{option}.{entry[1]}"
-    message = re.sub(r"argument (?:-\w/)?--(.+?): ", r"\1: ", message)
+        name, owner = ".".join(filter(None, unknown.groups())), getattr(parser, "_class_name", "")
+        names = [action.dest for action in parser._actions if "help" not in action.dest.split(".")]
+        nearest = suggest(name, names) if names else ": the class has no options"
+        return f"unknown option {name!r}{f' of {owner}' if owner else ''}{nearest}"
+    message = re.sub(r"^argument (?:-\w/)?--(.+?): ", r"\1: ", message)
+    key = re.match(r'Parser key "(.+?)"', message)
+    option = ".".join(match[1] for match in (key, re.search(r"NestedArg\(key='(.+?)'", message)) if match)
     lines = [re.sub(r'Parser key ".+?": ?', "", line.strip(" -")) for line in message.splitlines()]
     lines = [line for line in dict.fromkeys(lines) if line and not _REPEATED.match(line)]
-    types = [line for line in lines if _TYPE.match(line)]
-    numbers = [line for line in types if "'int'" in line or "'float'" in line]
-    if (match := _CLASS.search(message)) and not numbers:  # a learning rate may also be a class, torch's Tensor
-        name = match[1]
-        known = _subclasses(action)
-        expected = "the name or import path of a class" if known else "options, as NAME: VALUE"
-        reason = f"expected {expected}, got {name!r}{suggest(name, known) if known else ''}"
-    elif types and (types == lines or match):
-        names = [
-            (match["choices"] or match["name"]).replace(", ", " or ") for match in map(_TYPE.match, types) if match
-        ]
-        value = re.search(r"(?:Got|Given) value: (.*)", message)
-        reason = f"expected {' or '.join(names)}, got {value[1] if value else ''!r}"
-    elif lines and lines[0].startswith("unknown option"):  # further lines are about other classes of the option
-        reason = lines[0]
-    else:
-        reason = " ".join(line for line in lines if line not in types)
-        fix = "name the class before its options, and define all abstract methods"
-        reason = re.sub(r"Expected an instantiatable class.*", f"expected a class that is not abstract; {fix}", reason)
-        reason = re.sub(r"Not a valid subclass of \w+$", "expected options; write them as NAME: VALUE", reason)
-        fix = "run in the module's directory with PYTHONPATH=. set, or correct the name"
-        reason = re.sub(r"(No module named '.+?').*", rf"\1; {fix}", reason)
-        reason = re.sub(
-            r"(\w+): ignored explicit argument (.+)", r"\1: expected no value, got \2; write --\1 alone.", reason
-        )
-        reason = re.sub(r"Import path.* does not correspond to (a subclass of \w+)", r"expected \1", reason)
-    inner = re.match(r"([\w.]+): ", reason)
-    if option and inner:
-        option = option if option.endswith(f".{inner[1]}") else f"{option}.{inner[1]}"
-        reason = reason.removeprefix(inner[0])
-    return f"{option}: {reason}" if option else reason
-
-
-def explain_missing_classes(parser: ArgumentParser) -> None:
-    """Explain options without their class, which jsonargparse takes for options of the base class and refuses."""
-    actions: list[Any] = parser._actions  # jsonargparse checks the value of an option in a method of its action
-    for action in actions:
-        if hasattr(action, "extra_help") and not hasattr(action._check_type, "__wrapped__"):
-            action._check_type = _name_missing_class(action, action._check_type)
-
-
-def _name_missing_class(action: Any, check: Callable[..., Any]) -> Callable[..., Any]:  # noqa: ANN401 - jsonargparse's
-    """Return an option's check whose error names the class that is missing, if a class is."""
-
-    @wraps(check)  # jsonargparse passes the arguments that the signature names
-    def checked(value: Any, *, cfg: Namespace | None = None, **options: Any) -> Any:  # noqa: ANN401 - any value of a config
-        try:
-            return check(value, cfg=cfg, **options)
-        except (TypeError, ValueError) as error:
-            previous = (cfg.get(action.dest) if cfg else None) or action.default
-            if isinstance(previous, list):  # an inner option belongs to the last class in the list
-                previous = previous[-1] if hasattr(value, "_fields") else None
-            if reason := _find_missing_class(action, _read_value(value), previous):
-                raise TypeError(f'Parser key "{action.dest}": {reason}') from error
-            raise
-
-    return checked
-
-
-def _find_missing_class(action: Any, value: Any, previous: Any) -> str | None:  # noqa: ANN401 - values of a config
-    """Return the error of a value with options but without their class; ``None`` if no class is missing.
-
-    Args:
-        action: An option; options that take a class, a list of classes, or classes by name can have such an error.
-        value: The option's value.
-        previous: The option's value before, whose class the options may belong to.
-    """
-    known = _subclasses(action)
-    if not known:
-        return None
-    entries = [("", value, previous)]
-    if dict in [get_origin(hint) for hint in (action._typehint, *get_args(action._typehint))]:  # classes by name
-        if not isinstance(value, Mapping):
-            return f"expected classes by name, got {value!r}; write {{NAME: {value if value in known else 'CLASS'}}}"
-        entries = [(f"{name}: ", entry, (previous or {}).get(name)) for name, entry in value.items()]
-    elif isinstance(value, list):
-        entries = [("", entry, None) for entry in value]
-    for label, entry, before in entries:
-        if label and not isinstance(entry, str | Mapping | None):
-            return f"{label}expected the name or import path of a class, got {entry!r}{suggest('', known)}"
-        if not isinstance(entry, Mapping):
-            continue
-        options = {key: item for key, item in entry.items() if key not in ("class_path", "init_args", "dict_kwargs")}
-        name = entry.get("class_path")
-        if (name and not options) or (not name and get_nested(before, "class_path")):
-            continue
-        expected = f"options of {name} under init_args" if name else "class_path beside the class's options"
-        name = name or options.pop(next((key for key in options if options[key] in known), None), None)
-        example = {"class_path": name or "NAME", "init_args": options | (entry.get("init_args") or {})}
-        text = yaml.safe_dump(example, default_flow_style=True, sort_keys=False, width=1 << 20).strip()
-        return f"{label}expected {expected}; write {text}{'' if name else suggest('', known)}"
-    return None
+    text = (
+        lines[0]
+        if lines[:1] and lines[0].startswith(("unknown", "the following"))
+        else "; ".join(lines).replace(":;", ":")
+    )
+    value = re.search(r"Given value: (?!NestedArg|Namespace|[{\[])(.+)", message)
+    if value and not text.endswith(f": {value[1]}"):
+        text += f". Got value: {value[1]}"
+    action: Any = next((action for action in parser._actions if key and action.dest == key[1]), None)
+    classes, error = _subclasses(action), _CLASS.search(text)
+    is_class = classes and "'float'" not in text  # a learning rate may also be a class, torch's Tensor
+    if is_class and error and (not error["owner"] or re.search(rf"\b{error['owner']}\b", str(action._typehint))):
+        nearest = suggest(error["name"] or "", classes)
+        form = "; write {class_path: NAME, init_args: {OPTION: VALUE}}"
+        text += nearest if nearest.startswith("; did you mean") else form + nearest
+    elif "No module named" in text:
+        text += "; set PYTHONPATH=. in the module's directory, or correct the name"
+    text = text.removeprefix(option.rpartition(".")[2] + ": ")
+    return f"{option}: {text}" if option else text
 
 
 def _subclasses(action: argparse.Action | None) -> list[str]:
@@ -267,53 +177,26 @@ def _subclasses(action: argparse.Action | None) -> list[str]:
     return [name for name in (path.rpartition(".")[2] for path in paths) if name and name not in bases]
 
 
-def _read_value(value: Any) -> Any:  # noqa: ANN401 - any value of a config
-    """Return a text, a YAML file or jsonargparse's pair of an inner option and its value, as lists and mappings."""
-    names, value = (value.key.split("."), value.val) if hasattr(value, "_fields") else ([], value)
-    if isinstance(value, str):
-        is_file = value.endswith((".yaml", ".yml")) and Path(value).is_file()
-        with suppress(yaml.YAMLError):
-            value = yaml.safe_load(Path(value).read_text("utf-8") if is_file else value)
-    for name in reversed(names):
-        value = {name: value}
-    return value.as_dict() if isinstance(value, Namespace) else value
-
-
-def _option_names(parser: ArgumentParser) -> list[str]:
-    names = [action.dest for action in parser._actions if "help" not in action.dest.split(".")]
-    for action in parser._actions:  # of subcommands
-        names += [
-            name for subparser in getattr(action, "_name_parser_map", {}).values() for name in _option_names(subparser)
-        ]
-    return names
-
-
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'NAME'?`` for the most similar name, or a short list of all names.
 
-    Last parts are compared (``precision`` is near ``trainer.precision``); the whole name decides between equal parts.
-    Then the first part is, unless it names a known group.
+    A name is also known by its last part, and a word by its last part, or its first part if that is no known group.
 
     >>> suggest("precison", ["trainer.precision", "model.seed"])
     "; did you mean 'trainer.precision'?"
     >>> suggest("gird.slot_size", ["grid", "base"])
     "; did you mean 'grid'?"
-    >>> suggest("model.speed_limit", ["model", "model.seed", "data", "data.seed", "trainer"])
-    '; choose one of data, data.seed, model, model.seed, trainer'
     >>> suggest("x", ["model", "data"])
     '; choose one of data, model'
     """
-    names = set(known) - {word}
+    names = sorted({*known} - {word})
+    parts = {name.lower().rpartition(".")[2]: name for name in names} | {name.lower(): name for name in names}
     word = word.lower().replace("-", "_")
-    names = sorted(names, key=lambda name: SequenceMatcher(None, word, name.lower()).ratio())
-    last_parts = {name.lower().rpartition(".")[2]: name for name in names}
-    first_part = word.partition(".")[0]
-    for part in (word.rpartition(".")[2], *[first_part] * (first_part not in names)):
-        if close := get_close_matches(part, last_parts, n=1, cutoff=_MIN_SIMILARITY):
-            return f"; did you mean {last_parts[close[0]]!r}?"
-    if not 0 < len(names) <= _MAX_LISTED:
-        return "; --help lists them"
-    return f"; choose one of {', '.join(sorted(names))}"
+    first, last = word.partition(".")[0], word.rpartition(".")[2]
+    for part in (word, last, *[first] * (first not in names)):
+        if close := get_close_matches(part, parts, n=1, cutoff=_MIN_SIMILARITY):
+            return f"; did you mean {parts[close[0]]!r}?"
+    return f"; choose one of {', '.join(names)}" if 0 < len(names) <= _MAX_LISTED else "; --help lists them"
 
 
 def locate(error: ValueError, components: Mapping[str, Any]) -> ValueError:
