@@ -167,6 +167,35 @@ def test_a_template_that_drops_the_query_is_refused() -> None:
     assert encode_prompt(careless, "user")
 
 
+@pytest.mark.parametrize("answer", ["c", 'a "c"\n'])
+@pytest.mark.parametrize(
+    ("template", "is_refused"),
+    [
+        ("{{ messages | tojson }}", True),
+        ("{{ messages | map(attribute='content') | list }}", True),
+        ("{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}{{ eos_token }}", True),
+        ("{% for m in messages %}{{ m['content'] }}{{ eos_token if m['role'] == 'assistant' }}{% endfor %}", False),
+        (  # the instruction is in the last turn of the user alone, as in Mistral's templates
+            "{% for m in messages %}{{ 'I' if loop.last and m['role'] == 'user' }}[{{ m['content'] }}]{% endfor %}",
+            False,
+        ),
+        (TEMPLATE, False),
+    ],
+)
+def test_a_template_that_writes_no_answer_after_the_prompt_is_refused(
+    chat: PreTrainedTokenizerBase, template: str, is_refused: bool, answer: str
+) -> None:
+    tokenizer = copy.deepcopy(chat)
+    tokenizer.chat_template = template
+    example = Example(id="7", query="the 'cat'", response=answer)
+    if is_refused:
+        with pytest.raises(ValueError, match=r"example 7: chat_template: expected .*, got .*; "):
+            encode_example(tokenizer, example)
+        return
+    encoded = encode_example(tokenizer, example)
+    assert answer.strip() in tokenizer.decode(encoded.response_ids)
+
+
 @pytest.mark.parametrize("query", ["abz", "a<|mask|>", "a\ud800"])
 def test_what_cannot_be_encoded_names_the_example(query: str) -> None:
     tokenizer = CharacterTokenizer(characters="abc").build(None)

@@ -277,7 +277,9 @@ def test_causal_models_of_other_makes(model_type: str, options: dict[str, Any]) 
             {"bos_token_id": 1, "layer_types": ["full_attention"] * 2},
             r"layers besides .* \(lm_head\)",
         ),
-        ("gpt_neo", {"attention_types": [[["global"], 2]], "attn_implementation": "eager"}, "place.* in the KV cache"),
+        ("gpt_neox_japanese", {"attn_implementation": "eager"}, "attention in its own way"),
+        ("gptj", {"attn_implementation": "eager", "rotary_dim": 8}, "attention in its own way"),
+        ("gpt_neo", {"attention_types": [[["global"], 2]], "attn_implementation": "eager"}, "attention in its own way"),
     ],
 )
 def test_models_that_would_be_changed_silently_are_refused(

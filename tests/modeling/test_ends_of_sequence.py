@@ -97,6 +97,35 @@ def test_the_generation_config_replaces_the_configs_ends_as_in_transformers(dire
     assert {*ends} == {library.generation_config.eos_token_id, *((END_OF_TURN,) if has_token else ())}
 
 
+RULES: dict[str, object] = {
+    "suppress_tokens": [3],
+    "begin_suppress_tokens": [4],
+    "bad_words_ids": [[5, 6]],
+    "sequence_bias": [[[5], -9.0]],
+    "forced_bos_token_id": 2,
+    "forced_eos_token_id": 0,
+    "min_length": 9,
+    "min_new_tokens": 3,
+    "no_repeat_ngram_size": 2,
+    "repetition_penalty": 1.3,
+    "exponential_decay_length_penalty": [2, 1.5],
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_that_changes_texts_of_transformers_alone_is_named_when_loading(directory: Path, rule: str) -> None:
+    path = directory / "generation_config.json"
+    values = json.loads(path.read_text()) | {"top_k": 20, "temperature": 0.6, "do_sample": False}
+    neutral = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": None}
+    path.write_text(json.dumps(neutral | values))
+    refusion_lit.load(directory)  # warnings are errors
+    path.write_text(json.dumps(neutral | values | {rule: RULES[rule]}))
+    value = str(RULES[rule]).translate({ord(mark): f"\\{mark}" for mark in "[]."})
+    with pytest.warns(UserWarning, match=f"{rule}: {value}") as caught:
+        refusion_lit.load(directory)
+    assert len(caught) == 1
+
+
 def test_sampled_text_can_end_with_either(directory: Path) -> None:
     sampling = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=1.0)
     rows = refusion_lit.load(directory).generate_ids(prompts(), decoder=Autoregressive(), sampling=sampling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -235,6 +236,9 @@ def _from_directory(
     if options.dtype == "auto":
         options = replace(options, dtype=decoding_dtype(config, device))
     tokenizer = load_tokenizer(source)
+    rules = ", ".join(f"{name}: {value}" for name, value in source.ignored_rules.items())
+    if rules:
+        warnings.warn(f"{source.name}: no decoder follows these rules of the generation config: {rules}.", stacklevel=2)
     if draft is not None:
         check_draft(draft, config, tokenizer.get_vocab())
     backbone = options.build(

@@ -127,6 +127,7 @@ def encode_response(
     is_rewritten = guard.probe in probed and not has_thoughts and body[len(opened) :].strip() not in text
     if (is_kept or is_rewritten) and body.startswith(opened):
         return [*_encode_rest(tokenizer, guard, body + end, opened, prompt_ids), *after]
+    _check_order(tokenizer, guard, turns, tools, opened)
     if is_kept and body and _without_opening(response, opened) == response:
         # The template writes the earlier turns or the assistant's opening in another way than in the prompt, such as
         # Mistral's system text, which is in the last turn of the user, and openings with "<think>".
@@ -136,6 +137,40 @@ def encode_response(
         return [*encode_parts(tokenizer, guard.split(lead + body[start:] + end), within=True), *after]
     text = guard.mark(_without_opening(response, opened), is_answer=True)
     return [*encode_parts(tokenizer, guard.split(text + end), within=True), *after]
+
+
+def _check_order(
+    tokenizer: PreTrainedTokenizerBase,
+    guard: NameGuard,
+    turns: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    opened: str,
+) -> None:
+    """Refuse a chat template without an opening that closes the whole list after the last turn, such as JSON.
+
+    An answer after such a prompt is no turn of the conversation.
+
+    Args:
+        tokenizer: The tokenizer.
+        guard: Marks special tokens' names.
+        turns: The turns before the answer.
+        tools: Tool descriptions.
+        opened: The rendered prompt.
+    """
+    if opened != render_turns(tokenizer, guard, turns, "", tools, is_open=False):
+        return  # the template opens the assistant's turn
+    probes = [*turns[:-1], {**turns[-1], "content": guard.probe}]
+    answered = [*probes, {"role": "assistant", "content": ""}]
+    try:
+        ends = [
+            render_turns(tokenizer, guard, shown, "", tools, is_open=False).rpartition(guard.probe)[2]
+            for shown in (probes, answered)
+        ]
+    except ValueError:  # a template may refuse a turn without text
+        return
+    expected = "a chat template that writes an answer after the turns before it"
+    fix = "use a template that opens the assistant's turn if add_generation_prompt is set"
+    require(ends[1].startswith(ends[0]), "chat_template", expected, f"a prompt that ends with {ends[0]!r}", fix)
 
 
 _TAG_AT_END = re.compile(r"(<[^<>\s]+>)(\s*)\Z")

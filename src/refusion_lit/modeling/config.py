@@ -410,6 +410,9 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
     for option in ("position ids", "past key values"):
         if option.replace(" ", "_") not in taken:
             raise ValueError(f"backbone: {name} takes no {option}, which parallel decoding needs; {_SUPPORTED}.")
+    # Attention of other classes is code of its own, which may mask by places in the cache or need its own cache.
+    if not (whole._supports_sdpa or whole._supports_attention_backend):
+        raise ValueError(f"backbone: {name} computes attention in its own way, without sdpa; {_SUPPORTED}.")
     check_attention(config)
 
 

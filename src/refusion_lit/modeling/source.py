@@ -23,6 +23,17 @@ _SECONDS = 10.0
 """Time for the hub to answer."""
 _ASSISTANT = "muse_glimmer_assistant"
 """Model type of drafters in transformers' assistant layout."""
+_RULES: dict[str, object] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(
+        (
+            "bad_words_ids", "begin_suppress_tokens", "exponential_decay_length_penalty", "forced_bos_token_id",
+            "forced_eos_token_id", "sequence_bias", "stop_strings", "suppress_tokens", "watermarking_config",
+        )
+    ),
+}  # fmt: skip
+"""Options of the generation config that change greedy texts in transformers, with the values that change nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +191,12 @@ class ModelSource:
             return GenerationConfig.from_pretrained(self.name, **options)
         except (OSError, ValueError, TypeError):
             return GenerationConfig.from_model_config(dict(self.values))  # type: ignore[arg-type] - takes both
+
+    @property
+    def ignored_rules(self) -> dict[str, Any]:
+        """Options of the generation config by which transformers' greedy texts differ, and which no decoder follows."""
+        values = {name: getattr(self.generation_config, name, None) for name in _RULES}
+        return {name: value for name, value in values.items() if value not in (None, [], _RULES[name])}
 
 
 def _read_config(name: str, option: str, revision: str | None) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from refusion_lit.modeling.stored_tensors import (
     unreadable,
     weight_files,
 )
-from refusion_lit.utils.errors import error_reason
+from refusion_lit.utils.errors import error_reason, last_line
 from refusion_lit.utils.require import require
 
 _DRAFT_ADAPTER = "linear_spec_lora"
@@ -63,10 +63,18 @@ def initialise_weights(
         dtype: Type of the weights.
         attn_implementation: transformers' name of the attention implementation.
         trust_remote_code: Whether the config may name Python code of its source.
+
+    Raises:
+        ValueError: If transformers cannot build the model, for example because options do not fit together.
     """
     options = _loading_options(config, dtype, attn_implementation)
-    # Without this option, transformers may ask on standard input.
-    return _from_config(config, trust_remote_code=trust_remote_code, **options)
+    try:  # Without the option trust_remote_code, transformers may ask on standard input.
+        return _from_config(config, trust_remote_code=trust_remote_code, **options)
+    except Exception as error:  # classes of transformers raise any error
+        raise ValueError(
+            f"backbone.config: expected a {config.model_type} model that transformers can build, got "
+            f"{type(error).__name__}: {last_line(error)}; correct the options."
+        ) from error
 
 
 def _from_config(config: Any, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:  # noqa: ANN401 - as transformers has it

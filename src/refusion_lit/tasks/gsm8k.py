@@ -15,7 +15,9 @@ _NUMBER = re.compile(
     r"(?:(?P<whole>\d{1,3}(?: \d{3})+|\d[\d,]*)(?: and | )(?=(?!0)\d\d?\s*/\s*\d))?"  # 2 1/2
     r"(?P<digits>\d{1,3}(?:[ _'\N{RIGHT SINGLE QUOTATION MARK}]\d{3})+(?!\d)(?:\.\d+)?|\d[\d,]*(?:\.\d+)?|\.\d+)"
     r"(?:[eE](?P<exponent>[-+]?\d{1,3})(?!\d)"
-    r"|\s?(?:\\times|\\cdot|[x*\N{MULTIPLICATION SIGN}\N{MIDDLE DOT}])\s?10\s?\^\s?(?P<power>[-+]?\d{1,3})(?!\d))?"
+    r"|\s?(?:\\times|\\cdot|[x*\N{MULTIPLICATION SIGN}\N{MIDDLE DOT}])\s?10"
+    r"(?:\s?\^\s?|\*\*| \*\* )(?P<power>[-+]?\d{1,3})(?!\d)"
+    r"|(?:\s?\^\s?|\*\*| \*\* )(?P<own_power>[-+]?\d{1,3})(?!\d))?"  # 10^3
     r"(?:\s*/\s*(?P<denominator>\d+))?"
 )
 _DASH_AS_MINUS = re.compile(r"[\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{EN DASH}\N{FULLWIDTH HYPHEN-MINUS}](?=[$.\d])")
@@ -25,6 +27,7 @@ _POINTS_AS_THOUSANDS = re.compile(
 )  # 1.000,50
 _EQUALS = re.compile(r"=|\N{ALMOST EQUAL TO}|\\approx")
 _EQUATION_IN_PARENTHESES = re.compile(r"\([^()=]*=[^()]*\)")
+_SUPERSCRIPTS = re.compile(r"(?<=\d)[\u207b\u00b9\u00b2\u00b3\u2070-\u2079]+")
 _BOX = re.compile(r"\\(?:f?boxed|fbox)\s*\{")
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")  # \frac{1}{2}, \frac12
 _FRACTION_CHARACTER = re.compile("[\N{VULGAR FRACTION ONE QUARTER}-\N{VULGAR FRACTION THREE QUARTERS}\u2150-\u215e]")
@@ -97,6 +100,7 @@ def _read_number(text: str) -> Fraction | None:
     text = _DASH_AS_MINUS.sub("-", text)
     text = _POINTS_AS_THOUSANDS.sub(lambda match: f"{match[1].replace('.', '')}.{match[2] or 0}", text)
     text = _FRACTION_CHARACTER.sub(lambda match: " " + normalize("NFKC", match[0]).replace("\u2044", "/"), text)
+    text = _SUPERSCRIPTS.sub(lambda match: "^" + normalize("NFKC", match[0]).replace("\N{MINUS SIGN}", "-"), text)
     text = _FRACTION.sub(r" \1\2/\3\4", text.replace("\\$", "$"))
     plain = _LATEX_LAYOUT.sub("", text)
     text = plain if _NUMBER.search(plain) else text  # the number may be within \text{...}
@@ -106,7 +110,10 @@ def _read_number(text: str) -> Fraction | None:
     if match is None:
         return None
     try:
-        value = Fraction(_THOUSANDS.sub("", match["digits"])) / int(match["denominator"] or 1)
+        digits = _THOUSANDS.sub("", match["digits"])
+        # A power of a longer number is longer than any reference, and slow.
+        value = Fraction(digits) ** int(match["own_power"] or 1 if len(digits) < 10 else 1)
+        value /= int(match["denominator"] or 1)
         value *= Fraction(10) ** int(match["exponent"] or match["power"] or 0)
         value += Fraction(_THOUSANDS.sub("", match["whole"] or "0"))
     except (ZeroDivisionError, ValueError):  # Python converts at most 4300 digits, which no reference has
