@@ -434,7 +434,6 @@ def test_overrides_that_the_architecture_does_not_know_are_refused() -> None:
         config.build(AutoTokenizer.from_pretrained(MID))
 
 
-@pytest.mark.filterwarnings("ignore:.rope_scaling. is deprecated")
 @pytest.mark.parametrize("options", [{"pad_token_id": 10**6}, {"hidden_act": "no such"}])
 def test_a_config_from_which_transformers_builds_no_model_is_refused(options: dict[str, Any]) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -443,6 +442,7 @@ def test_a_config_from_which_transformers_builds_no_model_is_refused(options: di
         config.build(masked_tokenizer())
 
 
+@pytest.mark.filterwarnings("ignore:.rope_scaling. is deprecated")
 def test_the_base_of_rotary_positions_is_overridden_among_their_parameters() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MID)
     given = {"rope_type": "default", "rope_theta": 500.0}
