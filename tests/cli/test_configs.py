@@ -231,12 +231,33 @@ def test_a_seed_on_the_command_line_overrides_the_seeds_of_a_runs_config(tmp_pat
     assert seeds("--data.seed=7") == [0, 0, 7]
 
 
-@pytest.mark.parametrize(("load", "num_threads", "warns"), [(9.0, 2, True), (9.0, 1, False), (0.5, 2, False)])
-def test_several_threads_on_a_busy_machine_cause_a_warning(
-    load: float, num_threads: int, warns: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("load", "environment", "options", "expected", "warns"),
+    [
+        (9.0, None, [], 1, True),
+        (0.5, None, [], 2, False),
+        (9.0, None, ["--num_threads=2"], 2, True),
+        (9.0, None, ["--ckpt_path=last", "--runs_dir=none"], 2, True),  # would resume with its number of threads
+        (9.0, "2", [], 2, True),
+        (9.0, None, ["--num_threads=1"], 1, False),
+    ],
+)
+def test_a_training_on_a_busy_machine_has_one_thread_unless_the_number_is_chosen(
+    load: float,
+    environment: str | None,
+    options: list[str],
+    expected: int,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    expected = pytest.warns(UserWarning, match="busy.*--num_threads 1") if warns else nullcontext()
-    with expected:
-        build_cli("--config", str(CONFIGS / "quickstart.yaml"), f"--num_threads={num_threads}")
+    torch.set_num_threads(int(environment or 1))
+    if environment is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    with pytest.warns(UserWarning, match="num_threads: .*busy") if warns else nullcontext():
+        cli = build_cli("--config", str(CONFIGS / "quickstart.yaml"), *options)
+    assert torch.get_num_threads() == expected
+    assert cli.config.fit.num_threads == (1 if expected == 1 else 2)  # what a resumed training reads

@@ -317,8 +317,15 @@ def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.Captur
         (["--trainer.logger=CSVLogger"], "trainer.logger: the following arguments are required: save_dir"),
         (
             ["--trainer.callbacks+=StochasticWeightAveraging", "--trainer.callbacks.swa_lrs=0.1"],
-            "trainer.callbacks: expected callbacks whose state is in checkpoints, got ['lightning",
+            "trainer.callbacks: expected callbacks with which a run can be resumed, got 'StochasticWeightAveraging'",
         ),
+        (["--trainer.callbacks+=LearningRateFinder"], "got 'LearningRateFinder'; set model.optimizer.lr"),
+        (["--trainer.callbacks+=BatchSizeFinder"], "got 'BatchSizeFinder'; set data.batch_size"),
+        (
+            ["--trainer.callbacks+=ModelPruning", "--trainer.callbacks.pruning_fn=l1_unstructured"],
+            "got 'ModelPruning'; prune the weights of",
+        ),
+        (["--trainer.callbacks+=BackboneFinetuning"], "got 'BackboneFinetuning'; train a few weights with"),
         (["--trainer.callbacks+=EarlyStopping"], "trainer.callbacks: the following arguments are required: monitor"),
         (["--trainer.strategy=nope"], "error: trainer: You selected an invalid strategy name: `strategy='nope'`"),
         (

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from refusion_lit.contrib import SoftTail
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
-from refusion_lit.learning.packing import drop_unneeded, pack
+from refusion_lit.learning.packing import lay_out, pack
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import Autoregressive, BlockMasked, DualStream, Hybrid, Masked, MaskWindows, Objective
@@ -102,17 +102,18 @@ def test_dropped_positions_change_neither_loss_nor_gradients(
     make_backbone: Callable[..., Backbone], objective: Objective, samples: list[tuple[int, int, int]]
 ) -> None:
     """The number of positions that remain is compared with a loop over what labelled positions see."""
-    batch, _ = make_batch(samples)
+    batch, rows = make_batch(samples)
     plain = corrupt(objective, batch)
     if plain.visible is None:
         return
-    dropped = drop_unneeded(plain, pad_token_id=PAD)
+    dropped, packed = (lay_out(plain, places, pad_token_id=PAD) for places in (None, rows))
     expected, expected_gradients = loss_and_gradients(make_backbone(), objective, plain)
-    actual, gradients = loss_and_gradients(make_backbone(), objective, dropped)
-    torch.testing.assert_close(actual.sums, expected.sums, rtol=1e-9, atol=1e-9)
-    assert torch.equal(actual.counts, expected.counts)
-    for one, other in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
+    for shorter in (dropped, packed):
+        actual, gradients = loss_and_gradients(make_backbone(), objective, shorter)
+        torch.testing.assert_close(actual.sums, expected.sums, rtol=1e-9, atol=1e-9)
+        assert torch.equal(actual.counts, expected.counts)
+        for one, other in zip(gradients, expected_gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
     mask = attention_mask(plain)
     widths = []
     for row, labels in enumerate(plain.labels):
@@ -123,6 +124,8 @@ def test_dropped_positions_change_neither_loss_nor_gradients(
                 waiting += mask[row][token].nonzero()[:, 0].tolist()
         widths.append(len(found))
     assert dropped.input_ids.shape[1] == max(widths)
+    sums = torch.tensor(widths).view(plain.num_views, -1) @ torch.nn.functional.one_hot(rows)
+    assert packed.input_ids.shape[1] == sums.max()
 
 
 def chain() -> CorruptedBatch:
@@ -141,7 +144,7 @@ def chain() -> CorruptedBatch:
 
 
 def test_a_position_that_is_seen_through_another_stays() -> None:
-    dropped = drop_unneeded(chain(), pad_token_id=PAD)
+    dropped = lay_out(chain(), None, pad_token_id=PAD)
     assert (dropped.input_ids.tolist(), dropped.labels.tolist()) == ([[5, 6, 8]], [[-100, -100, 9]])
     assert attention_mask(dropped)[0].tolist() == [[True, False, False], [True, True, False], [False, True, False]]
 
@@ -152,7 +155,7 @@ def test_a_position_that_is_seen_through_another_stays() -> None:
 )
 def test_batches_that_cannot_be_packed_stay_as_they_are(field: dict[str, Any]) -> None:
     batch = replace(chain(), **field)
-    assert drop_unneeded(batch, pad_token_id=PAD) is batch
+    assert lay_out(batch, None, pad_token_id=PAD) is batch
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

@@ -179,6 +179,18 @@ def test_the_last_step_is_validated_and_a_longer_run_is_as_if_it_were_not(
     assert longer["callbacks"][stopping]["wait_count"] == unbroken["callbacks"][stopping]["wait_count"]
 
 
+def _signal_in_step(number: signal.Signals, step: int) -> None:
+    """Let the process send itself a signal at the beginning of a step."""
+    start_of_batch = SlotDiffusionModule.on_train_batch_start
+
+    def signalling(self: SlotDiffusionModule, *args: Any) -> None:
+        if self.global_step == step:
+            os.kill(os.getpid(), number)
+        start_of_batch(self, *args)
+
+    SlotDiffusionModule.on_train_batch_start = signalling
+
+
 @pytest.mark.parametrize("validates", ["at intervals", "at the ends of epochs"])
 def test_a_stop_beside_a_validation_counts_the_validation_once(
     tmp_path: Path, fit_args: list[str], validates: str
@@ -196,19 +208,9 @@ def test_a_stop_beside_a_validation_counts_the_validation_once(
     args += ["--trainer.val_check_interval=2"] if validates == "at intervals" else AT_EPOCH_ENDS
     args += [] if validates == "at intervals" else ["--data.task.num_train=16"]  # two batches
 
-    def stop(number: signal.Signals, step: int) -> None:
-        start_of_batch = SlotDiffusionModule.on_train_batch_start
-
-        def stopping(self: SlotDiffusionModule, *args: Any) -> None:
-            if self.global_step == step:
-                os.kill(os.getpid(), number)
-            start_of_batch(self, *args)
-
-        SlotDiffusionModule.on_train_batch_start = stopping
-
     assert main([*args, "--run_version=unbroken"]) == 0
     run = tmp_path / "quickstart" / "stopped"
-    terminated, killed = partial(stop, signal.SIGTERM, 3), partial(stop, signal.SIGKILL, 7)
+    terminated, killed = partial(_signal_in_step, signal.SIGTERM, 3), partial(_signal_in_step, signal.SIGKILL, 7)
     assert wait(start([*args, "--run_version=stopped"], tmp_path / "log", terminated)) == 128 + signal.SIGTERM
     assert wait(start(["fit", f"--resume={run}"], tmp_path / "log", killed)) == -signal.SIGKILL
     assert main(["fit", f"--resume={run}"]) == 0
@@ -291,6 +293,33 @@ def test_a_signal_saves_and_ends_and_training_resumes(
     _assert_like_unbroken(run, unbroken)
     assert [path.name for path in run.glob("version_0/metrics*.csv")] == ["metrics.csv"]
     assert len(_losses(run)) == NUM_STEPS
+
+
+@pytest.mark.parametrize("ends", ["max_steps", "early stopping", "early stopping after epochs"])
+def test_a_signal_in_the_step_that_ends_training_ends_it_as_usual(
+    tmp_path: Path, fit_args: list[str], ends: str
+) -> None:
+    args = [*fit_args, "--trainer.accumulate_grad_batches=1", f"--runs_dir={tmp_path}"]
+    if ends == "max_steps":
+        args += ["--trainer.max_steps=6"]
+    else:
+        overlay = tmp_path / "stopping.yaml"
+        overlay.write_text(
+            "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.EarlyStopping, "
+            "init_args: {monitor: val/loss, patience: 1, min_delta: 100}}, "
+            "{class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {save_last: true}}]}"
+        )
+        args += [f"--config={overlay}"]
+        args += ["--trainer.val_check_interval=3"] if ends == "early stopping" else AT_EPOCH_ENDS
+        args += [] if ends == "early stopping" else ["--data.task.num_train=24"]  # three batches
+    assert main([*args, "--run_version=unbroken"]) == 0
+    run = tmp_path / "quickstart"
+    signalled = partial(_signal_in_step, signal.SIGTERM, 5)
+    assert wait(start([*args, "--run_version=signalled"], tmp_path / "log", signalled)) == 0
+    assert "finishing the step" in (tmp_path / "log").read_text()
+    assert _rows(run / "signalled") == _rows(run / "unbroken")
+    for name in ("signalled", "unbroken"):
+        assert _state(run / name / "checkpoints" / "last.ckpt")["global_step"] == 6
 
 
 def test_how_to_resume_again_has_the_options_that_the_runs_config_lacks(tmp_path: Path, fit_args: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import Tensor
 
 from refusion_lit import SlotDiffusionModule
@@ -150,3 +156,65 @@ def test_a_resumed_training_has_the_patience_of_its_options(tmp_path: Path) -> N
         assert stopping.patience == patience
         checkpoint = tmp_path / "last.ckpt"
         trainer.save_checkpoint(checkpoint)
+
+
+def _fit(folder: Path, num_steps: int, *callbacks: L.Callback, resume: Path | None = None, **options: Any) -> L.Trainer:
+    """Train on epochs of three batches; return the trainer, also if a callback has stopped it."""
+    data = InstructionDataModule(Additions(num_train=6, num_validation=2, num_test=1), CharacterTokenizer(), 2)
+    module = SlotDiffusionModule(BackboneConfig(config=TINY_QWEN), data.built_tokenizer, Masked(), sampling=SHORT)
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_steps=num_steps,
+        callbacks=[*callbacks], num_sanity_val_steps=0, default_root_dir=folder, **options,
+    )  # fmt: skip
+    with suppress(StoppedError):
+        trainer.fit(module, data, ckpt_path=resume)
+    return trainer
+
+
+def _load(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoints_of_python_users_hold_the_validation_of_their_step(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"check_val_every_n_epoch": None, "val_check_interval": 2}
+
+    def callbacks(name: str) -> list[L.Callback]:
+        saving = ModelCheckpoint(tmp_path / name, save_last=True, every_n_train_steps=2)
+        return [saving, EarlyStopping("val/loss", mode="max", patience=3, min_delta=100.0)]
+
+    unbroken = _fit(tmp_path, 20, *callbacks("unbroken"), **options)
+    stopped = StopAt(5, HOOKS[0], tmp_path / "unused.ckpt")
+    _fit(tmp_path, 20, *callbacks("resumed"), stopped, **options)
+    resumed = _fit(tmp_path, 20, *callbacks("resumed"), resume=tmp_path / "resumed" / "last.ckpt", **options)
+    assert unbroken.global_step == resumed.global_step == 8  # the first validation and three that are not better
+    first, second = (_load(tmp_path / name / "last.ckpt")["state_dict"] for name in ("unbroken", "resumed"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("interval", [1.0, 3])
+def test_the_best_checkpoint_of_an_interval_that_ends_with_the_epoch_is_of_its_step(
+    tmp_path: Path, interval: float
+) -> None:
+    best = ModelCheckpoint(tmp_path, "{step}", monitor="val/loss", every_n_train_steps=3, save_top_k=-1)
+    trainer = _fit(tmp_path, 9, best, val_check_interval=interval)
+    assert sorted(_load(path)["global_step"] for path in tmp_path.glob("*.ckpt")) == [3, 6, 9]
+    assert trainer.checkpoint_callbacks == [best]  # a test without a path warns of more
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_last_checkpoint_inside_an_epoch_goes_on_there_and_replaces_no_other_training_s(tmp_path: Path) -> None:
+    for num_steps in (4, 5):
+        _fit(tmp_path, num_steps, ModelCheckpoint(tmp_path, save_last=True))
+    states = [_load(path) for path in (tmp_path / "last.ckpt", tmp_path / "last-v1.ckpt")]
+    assert [state["global_step"] for state in states] == [4, 5]
+    assert states[1]["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] == 2
+
+
+def test_a_subclass_of_a_callback_without_resuming_is_refused(tmp_path: Path) -> None:
+    class Averaging(StochasticWeightAveraging):
+        pass
+
+    with pytest.raises(ValueError, match=r"trainer\.callbacks: .*Averaging"):
+        _fit(tmp_path, 1, Averaging(swa_lrs=0.1))

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -39,7 +38,7 @@ from refusion_lit.modeling.load import default_device
 from refusion_lit.modeling.saving import HAS_DRAFTER
 from refusion_lit.modeling.source import ModelSource
 from refusion_lit.plugins import load_plugins
-from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveLastStep, SaveOnSignal, ValidateLastStep
+from refusion_lit.training.callbacks import AtomicCheckpointIO, SaveOnSignal, ValidateLastStep
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.training.optimizer import is_slow_precision
 from refusion_lit.utils.files import read_yaml, require_writable
@@ -191,12 +190,10 @@ class RefusionCLI(LightningCLI):
         user_callbacks = _make_list(config["callbacks"])
         if config["enable_progress_bar"] is not False and not _has(user_callbacks, ProgressBar):
             callbacks = [*callbacks, TrainerProgress()]
-        if self.subcommand == "fit" and config["enable_checkpointing"] is not False:
-            if not _has(user_callbacks, ModelCheckpoint):
+        if self.subcommand == "fit":
+            if config["enable_checkpointing"] is not False and not _has(user_callbacks, ModelCheckpoint):
                 # Lightning's default, after each validation, with a last.ckpt.
                 callbacks = [*callbacks, ModelCheckpoint(save_last=True)]
-            callbacks = [*callbacks, SaveLastStep()]
-        if self.subcommand == "fit":
             callbacks = [*callbacks, ValidateLastStep()]
         config["enable_model_summary"] = bool(config["enable_model_summary"])
         try:
@@ -220,7 +217,7 @@ class RefusionCLI(LightningCLI):
             config.verbose = False  # we show the figures ourselves
         if "weights_only" in config:
             config.weights_only = True  # our checkpoints hold tensors and plain values only
-        self._set_threads(config.num_threads)
+        self._set_threads(config)
         _check_trainer(config.trainer, str(self.subcommand))
         if "--trainer.precision" not in self._named:
             _choose_precision(config.trainer)
@@ -242,14 +239,25 @@ class RefusionCLI(LightningCLI):
             else:
                 _check_backbone(config.model.backbone, self.subcommand)
 
-    def _set_threads(self, num_threads: int | None) -> None:
-        """Set the number of threads from the command line, else from OMP_NUM_THREADS, else from the config."""
-        if num_threads is not None:
-            require_at_least("num_threads", num_threads, 1)
-            if "--num_threads" in self._named or "OMP_NUM_THREADS" not in os.environ:
-                torch.set_num_threads(num_threads)
-        if self.subcommand == "fit":
-            _warn_busy_machine()
+    def _set_threads(self, config: Namespace) -> None:
+        """Set the number of threads from the command line, else from OMP_NUM_THREADS, else from the config.
+
+        A new training on a busy machine has a single thread unless the number is of the command line or the variable. A
+        resumed training keeps its number, because the number changes the rounding.
+        """
+        is_chosen = "--num_threads" in self._named or "OMP_NUM_THREADS" in os.environ
+        if config.num_threads is not None:
+            require_at_least("num_threads", config.num_threads, 1)
+            if "--num_threads" in self._named or not is_chosen:
+                torch.set_num_threads(config.num_threads)
+        num_threads = torch.get_num_threads()
+        busy = _describe_load() if self.subcommand == "fit" and num_threads > 1 else ""
+        if busy and (is_chosen or config.ckpt_path):
+            rank_zero_warn(f"num_threads: {busy}. {num_threads} threads may be slower than one; try --num_threads 1.")
+        elif busy:
+            rank_zero_warn(f"num_threads: {busy}, so training has one thread; --num_threads {num_threads} keeps all.")
+            torch.set_num_threads(1)
+            config.num_threads = 1
 
     def _choose_directory(self, config: Namespace) -> None:
         """Choose and lock the run's directory; refuse a directory whose results would mix with the run's.
@@ -366,10 +374,6 @@ def _check_trainer(trainer: Namespace, subcommand: str) -> None:
     expected = "a strategy that forks processes or starts commands, as the command's parser cannot be sent to others"
     is_sent = "spawn" in str(trainer.strategy)
     require(not is_sent, "trainer.strategy", expected, trainer.strategy, "set it to ddp or ddp_fork")
-    classes = [str(getattr(callback, "class_path", callback)) for callback in _make_list(trainer.callbacks)]
-    averages = [name for name in classes if name.endswith("StochasticWeightAveraging")]
-    expected = "callbacks whose state is in checkpoints"
-    require(not averages, "trainer.callbacks", expected, averages, "use EMAWeightAveraging or WeightAveraging")
     for option in ("accumulate_grad_batches", "check_val_every_n_epoch"):
         if trainer[option] is not None:
             require_at_least(f"trainer.{option}", trainer[option], 1)
@@ -443,20 +447,15 @@ def _use_source(config: Namespace, source: str) -> None:
     config.ckpt_path = None  # Lightning reads checkpoints only; the backbone loads the directory
 
 
-def _warn_busy_machine() -> None:
-    """Warn if other programs use the processors that several threads would share.
+def _describe_load() -> str:
+    """Return a description of the load if other programs use the processors; else an empty text.
 
     Threads wait for one another several times per layer, so a single thread that loses its processor stops all of them.
     """
-    num_threads = torch.get_num_threads()
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     num_cpus = os.cpu_count() or 1
-    if num_threads > 1 and load > 1.25 * num_cpus:  # a run of ours that has just ended leaves a load of num_cpus
-        warnings.warn(
-            f"num_threads: this machine is busy (a load of {load:.1f} on {num_cpus} processors). {num_threads} threads "
-            "that wait for one another may train many times slower than a single thread; try --num_threads 1.",
-            stacklevel=2,
-        )
+    is_busy = load > 1.25 * num_cpus  # a run of ours that has just ended leaves a load of num_cpus
+    return f"this machine is busy (a load of {load:.1f} on {num_cpus} processors)" if is_busy else ""
 
 
 def _use_template(config: Namespace, template: str) -> None:

@@ -78,17 +78,22 @@ def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_i
     )
 
 
-def drop_unneeded(corrupted: CorruptedBatch, *, pad_token_id: int) -> CorruptedBatch:
-    """Remove the positions that no target needs, if the rows become shorter; the loss and its gradients stay.
+def lay_out(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"] | None, *, pad_token_id: int) -> CorruptedBatch:
+    """Pack samples into rows, without the positions that no target needs; the loss and its gradients stay.
 
-    In block diffusion's doubled sequence, these are the prompt's noisy copy and the last clean block.
+    In block diffusion's doubled sequence, no target needs the prompt's noisy copy and the last clean block.
 
-    Batches that cannot be packed stay as they are: batches without :attr:`CorruptedBatch.is_real`, rows with rejected
-    tokens, draft masks or a canvas, and subclasses, whose fields may belong to positions. Causal batches stay, too.
+    Batches with rejected tokens, draft masks or a canvas, and subclasses, whose fields may belong to positions, keep
+    all positions. Causal batches do, too.
 
     Args:
         corrupted: A batch.
+        rows: Row indices by sample, as in :func:`pack`; ``None``: a row per sample. The batch then stays as it is if
+            no row becomes shorter.
         pad_token_id: Fills up the rows to the longest row's length.
+
+    Raises:
+        ValueError: If samples are to share rows, but ``corrupted.is_real`` is missing.
 
     Examples:
         >>> from refusion_lit.noise import KeyedNoise
@@ -99,19 +104,17 @@ def drop_unneeded(corrupted: CorruptedBatch, *, pad_token_id: int) -> CorruptedB
         >>> batch = ResponseBatch.from_pairs([([5, 6], [7, 8])])
         >>> noise = KeyedNoise(batch.sample_keys)
         >>> corrupted = BlockMasked(block_size=2).corrupt(batch, noise, special, mask_ratio=torch.ones(1))
-        >>> corrupted.input_ids.tolist(), drop_unneeded(corrupted, pad_token_id=0).input_ids.tolist()
+        >>> corrupted.input_ids.tolist(), lay_out(corrupted, None, pad_token_id=0).input_ids.tolist()
         ([[5, 6, 2, 2, 5, 6, 7, 8]], [[2, 2, 5, 6]])
     """
     has_more = bool(corrupted.num_drafts or corrupted.num_canvas) or corrupted.rejected is not None
     is_plain = type(corrupted) is CorruptedBatch and corrupted.is_real is not None and not has_more
-    if not is_plain or corrupted.visible is None:
-        return corrupted
-    needed = _needed_positions(corrupted)
-    if int(needed.sum(1).max()) == needed.shape[1]:
-        return corrupted
-    num_samples = len(needed) // corrupted.num_views
-    rows = torch.arange(num_samples, device=needed.device)
-    return pack(replace(corrupted, is_real=needed), rows, pad_token_id=pad_token_id)
+    needed = _needed_positions(corrupted) if is_plain and corrupted.visible is not None else None
+    if rows is None:
+        if needed is None or int(needed.sum(1).max()) == needed.shape[1]:
+            return corrupted
+        rows = torch.arange(len(needed) // corrupted.num_views, device=needed.device)
+    return pack(corrupted if needed is None else replace(corrupted, is_real=needed), rows, pad_token_id=pad_token_id)
 
 
 def _needed_positions(corrupted: CorruptedBatch) -> Bool[Tensor, "row token"]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -14,7 +15,16 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    Checkpoint,
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -23,9 +33,30 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from refusion_lit.checkpoints.files import read_checkpoint
 from refusion_lit.utils.errors import error_reason, write_error_reason
 from refusion_lit.utils.files import atomic_writer
+from refusion_lit.utils.require import require
+
+_REFUSED: dict[type[L.Callback], str] = {
+    StochasticWeightAveraging: "use EMAWeightAveraging or WeightAveraging",  # their averages are in checkpoints
+    LearningRateFinder: "set model.optimizer.lr, which a resumed run reads",
+    BatchSizeFinder: "set data.batch_size, which a resumed run reads",
+    BackboneFinetuning: "train a few weights with model.backbone.lora",  # the whole model is the attribute `backbone`
+    ModelPruning: "prune the weights of the exported model",  # a model that is not built yet when the callback reads it
+}
 
 ADDED_VALIDATION = "added_validation"
 """Key in the state of :class:`ValidateLastStep`."""
+
+
+def check_callbacks(callbacks: Iterable[L.Callback]) -> None:
+    """Refuse Lightning's callbacks that change weights or options in ways that no checkpoint or config records.
+
+    Raises:
+        ValueError: Naming the callback and what to use instead.
+    """
+    for callback in callbacks:
+        fix = next((fix for kind, fix in _REFUSED.items() if isinstance(callback, kind)), "")
+        expected = "callbacks with which a run can be resumed"
+        require(not fix, "trainer.callbacks", expected, type(callback).__name__, fix)
 
 
 class ValidateLastStep(L.Callback):
@@ -93,6 +124,7 @@ class _AfterSteps(Checkpoint):
     """
 
     _last_hook = ""
+    _is_validated = False
 
     def after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Act after a step."""
@@ -102,8 +134,8 @@ class _AfterSteps(Checkpoint):
         loop, data = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
         if loop._should_accumulate():
             return
-        is_validated = data is not None and loop._should_check_val_fx(data)
-        self._last_hook = "on_validation_end" if is_validated else "on_train_batch_end"
+        self._is_validated = data is not None and loop._should_check_val_fx(data)
+        self._last_hook = "on_validation_end" if self._is_validated else "on_train_batch_end"
         if loop._num_ready_batches_reached():
             self._last_hook = "on_train_epoch_end"
         self._call_after("on_train_batch_end", trainer, pl_module)
@@ -141,19 +173,29 @@ class SaveLastStep(_AfterSteps):
             self._saves[callback] = callback.on_train_batch_end
             callback.on_train_batch_end = lambda *_: None  # type: ignore[method-assign] - shadows the method
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
+        """Let callbacks know the step that a resumed training has saved, which they would save again at the end."""
+        for callback in _savers(trainer) if trainer.global_step else ():
+            callback._last_global_step_saved = trainer.global_step
+            callback._last_checkpoint_saved = callback._last_checkpoint_saved or str(trainer.ckpt_path or "")
+
     def after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let callbacks save the step; save the last optimizer step unless a callback has saved it."""
-        for save in self._saves.values():
+        for callback, save in self._saves.items():
             save(trainer, pl_module, None, None, 0)
+            if (
+                self._is_validated and callback._defer_save_until_validation
+            ):  # Lightning expects a validation after the call
+                callback.on_validation_end(trainer, pl_module)
         if not _is_last_step(trainer):
             return
         for callback in _savers(trainer):
             # The callback knows what it has saved.
             if callback.save_last and not callback._should_skip_saving_checkpoint(trainer):
-                path = str(_last_path(callback))
-                callback.last_model_path = path  # before saving: the path is stored in the checkpoint
-                trainer.save_checkpoint(path, callback.save_weights_only)
-                callback._last_checkpoint_saved = path  # or Lightning would replace it at the end
+                step = callback._last_global_step_saved
+                callback._last_checkpoint_saved = ""  # or save_last: link would link the checkpoint of an earlier step
+                callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
+                callback._last_global_step_saved = step  # the end of the epoch may still save the step as the best
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             for callback in _savers(trainer):
                 if callback.save_last:
@@ -162,17 +204,26 @@ class SaveLastStep(_AfterSteps):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Make the last checkpoint the newest file, because ``last`` means the newest."""
-        for callback, save_last in self._kept.items():
-            callback.save_last = save_last
-            if trainer.is_global_zero and _last_path(callback).is_file():
-                _last_path(callback).touch()
-        self._kept.clear()
+        for callback in self._kept:
+            if trainer.is_global_zero and Path(callback.last_model_path).is_file():
+                Path(callback.last_model_path).touch()
+        self._restore()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Give the callbacks their methods back."""
+        """Give the callbacks their methods back, and leave the trainer, which counts its checkpoint callbacks."""
+        self._restore()
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:  # noqa: ARG002
+        """Give the callbacks their methods back; a trainer may be used again."""
+        self._restore()
+
+    def _restore(self) -> None:
+        for callback, save_last in self._kept.items():
+            callback.save_last = save_last
         for callback in self._saves:
             del callback.on_train_batch_end
-        self._saves.clear()
+        self._kept, self._saves = {}, {}
 
 
 def _savers(trainer: L.Trainer) -> list[ModelCheckpoint]:
@@ -218,10 +269,6 @@ class SaveOnSignal(_AfterSteps):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Install the handlers in place of Lightning's."""
-        for callback in _savers(trainer) if trainer.global_step else ():
-            # After resuming, the callback would save the same step again in mid-step, without gradients, or at the end.
-            callback._last_global_step_saved = trainer.global_step
-            callback._last_checkpoint_saved = callback._last_checkpoint_saved or str(trainer.ckpt_path or "")
         self._forget()
         if threading.current_thread() is not threading.main_thread():
             return
@@ -251,8 +298,9 @@ class SaveOnSignal(_AfterSteps):
         self._before = {}
 
     def after_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Save and stop after an optimizer step if any process has received a signal."""
-        if trainer.strategy.reduce_boolean_decision(bool(self._signum), all=False):
+        """Save and stop after an optimizer step if any process has received a signal, unless training ends there."""
+        ends = _is_last_step(trainer) or (trainer.should_stop and trainer.fit_loop._can_stop_early)
+        if not ends and trainer.strategy.reduce_boolean_decision(bool(self._signum), all=False):
             directory = Path(trainer.log_dir or trainer.default_root_dir)
             paths = [_last_path(callback) for callback in _savers(trainer) if callback.dirpath]
             path = str(paths[0] if paths else directory / "checkpoints" / "last.ckpt")

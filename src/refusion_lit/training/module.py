@@ -26,7 +26,7 @@ from refusion_lit.evaluation.loop import Evaluation, EvaluationOptions
 from refusion_lit.families.defaults import entry_with_decoder
 from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.learning.objective import corrupt_and_check
-from refusion_lit.learning.packing import drop_unneeded, pack
+from refusion_lit.learning.packing import lay_out
 from refusion_lit.learning.step import MicroBatch, OptimizerStep
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.fsdp import shard
@@ -34,6 +34,7 @@ from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.noise import KeyedNoise, stable_key
 from refusion_lit.objectives import Hybrid, Objective
 from refusion_lit.text_model import TextModel
+from refusion_lit.training.callbacks import SaveLastStep, check_callbacks
 from refusion_lit.training.figures import TrainingFigures
 from refusion_lit.training.optimizer import (
     WarmupCosine,
@@ -335,15 +336,13 @@ class SlotDiffusionModule(L.LightningModule):
         batch = batch.to(self.device)
         noise = KeyedNoise.for_samples(batch.sample_keys, seed=self.seed, epoch=self.current_epoch)
         corrupted = corrupt_and_check(self.training_objective, batch, noise, self.model.special_tokens)
-        if batch.rows is not None:
-            corrupted = pack(corrupted, batch.rows, pad_token_id=self.model.special_tokens.pad_token_id)
-        return self._drop_unneeded(corrupted)
+        return self._lay_out(corrupted, batch.rows)
 
-    def _drop_unneeded(self, corrupted: CorruptedBatch) -> CorruptedBatch:
-        """Leave out the positions that no target needs, if the objective allows that rows change."""
-        if not self.objective.packs:
+    def _lay_out(self, corrupted: CorruptedBatch, rows: Tensor | None = None) -> CorruptedBatch:
+        """Pack the batch without the positions that no target needs, if the objective allows that rows change."""
+        if rows is None and not self.objective.packs:
             return corrupted
-        return drop_unneeded(corrupted, pad_token_id=self.model.special_tokens.pad_token_id)
+        return lay_out(corrupted, rows, pad_token_id=self.model.special_tokens.pad_token_id)
 
     def loss(self, corrupted: CorruptedBatch) -> LossOutput:
         """Run the backbone and return the loss."""
@@ -406,11 +405,17 @@ class SlotDiffusionModule(L.LightningModule):
         """Add a batch's loss; the batch is empty on a process without samples."""
         _require_batch(batch, ResponseBatch)
         corrupted = self.validation.corrupt(batch, self.model.special_tokens)
-        self.validation.means.update(None if corrupted is None else self.loss(self._drop_unneeded(corrupted)))
+        self.validation.means.update(None if corrupted is None else self.loss(self._lay_out(corrupted)))
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Return the callbacks for validation, evaluation and the step source."""
-        return [self.validation, self.evaluation, self.step_source]
+        """Return the callbacks for validation, evaluation, the step source and checkpoints of whole steps.
+
+        Raises:
+            ValueError: If the trainer has a callback with which a run cannot be resumed.
+        """
+        if self.trainer.state.fn == "fit":
+            check_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]
+        return [self.validation, self.evaluation, self.step_source, SaveLastStep()]
 
     def predict_step(self, batch: PromptBatch, batch_idx: int) -> list[dict[str, Any]]:  # noqa: ARG002
         """Decode a batch with the first decoder, in a test with every decoder; write and return the predictions."""
