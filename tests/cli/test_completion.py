@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,28 @@ from refusion_lit.cli import COMMANDS, TRAINER_COMMANDS, lightning, main
 REPOSITORY = Path(__file__).parents[2]
 
 
+# Command lines, and what bash offers for their last word.
+LINES = {
+    "refusion-lit ge": {"generate"},
+    "refusion-lit generate --ck": {"--ckpt_path"},
+    "refusion-lit generate --dtype b": {"bfloat16"},
+    "refusion-lit generate --decoder WeD": {"WeDLM"},
+    "refusion-lit generate --ckpt_path x --decoder ReFusion --decoder.slot_th": {"--decoder.slot_threshold"},
+    "refusion-lit fit --model.objective Hy": {"Hybrid"},
+    "refusion-lit fit --model.optimizer AdamW": {"AdamW"},
+    "refusion-lit fit --data.task.preset mes": {"messages"},
+    "refusion-lit fit --config configs/quick": {"configs/quickstart.yaml"},
+    "refusion-lit fit --resu": {"--resume"},
+    "refusion-lit import-gguf --out": {"--output"},
+    "refusion-lit generate --no_such": set(),
+}
+NO_COMMAND = "refusion-lit "
+END = "end of the offers"
+
+
 @pytest.fixture(scope="module")
-def complete(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], set[str]]:
-    """Return a function that lists what bash offers at the end of a command line."""
+def offers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """Source the script in one bash, which completes all lines; return the offers by line."""
     pytest.importorskip("shtab")
     parsers = lightning.build_parsers()
     with pytest.MonkeyPatch.context() as patch, pytest.MonkeyPatch.context() as output:
@@ -28,46 +46,31 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], set[st
             output.setattr("sys.stdout", file)
             assert main(["completion", "bash"]) == 0
 
-    def list_completions(line: str) -> set[str]:
-        words = line.split(" ")
-        program = f"""
+    program = f"""
 source {shlex.quote(str(path))}
-COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}
-function=$(complete -p refusion-lit | grep -o -- '-F [^ ]*' | cut -c4-); $function
-printf '%s\\n' "${{COMPREPLY[@]}}"
+function=$(complete -p refusion-lit | grep -o -- '-F [^ ]*' | cut -c4-)
+complete_last_word() {{
+    COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=()
+    $function
+    printf '%s\\n' "${{COMPREPLY[@]}}" '{END}'
+}}
 """
-        bash = ["bash", "--norc", "-c", program]
-        done = subprocess.run(bash, capture_output=True, text=True, check=True, cwd=REPOSITORY, timeout=60)
-        return set(done.stdout.split())
-
-    return list_completions
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("refusion-lit ge", {"generate"}),
-        ("refusion-lit generate --ck", {"--ckpt_path"}),
-        ("refusion-lit generate --dtype b", {"bfloat16"}),
-        ("refusion-lit generate --decoder WeD", {"WeDLM"}),
-        ("refusion-lit generate --ckpt_path x --decoder ReFusion --decoder.slot_th", {"--decoder.slot_threshold"}),
-        ("refusion-lit fit --model.objective Hy", {"Hybrid"}),
-        ("refusion-lit fit --model.optimizer AdamW", {"AdamW"}),
-        ("refusion-lit fit --data.task.preset mes", {"messages"}),
-        ("refusion-lit fit --config configs/quick", {"configs/quickstart.yaml"}),
-        ("refusion-lit fit --resu", {"--resume"}),
-        ("refusion-lit import-gguf --out", {"--output"}),
-        ("refusion-lit generate --no_such", set()),
-    ],
-)
-def test_bash_completes_commands_options_and_values(
-    line: str, expected: set[str], complete: Callable[[str], set[str]]
-) -> None:
-    assert complete(line) == expected
+    lines = [*LINES, NO_COMMAND]
+    program += "".join(f"complete_last_word {shlex.join(line.split(' '))}\n" for line in lines)
+    bash = ["bash", "--norc", "-c", program]
+    done = subprocess.run(bash, capture_output=True, text=True, check=True, cwd=REPOSITORY, timeout=60)
+    *parts, rest = done.stdout.split(f"{END}\n")
+    assert rest == ""
+    return {line: set(part.split()) for line, part in zip(lines, parts, strict=True)}
 
 
-def test_bash_offers_all_commands(complete: Callable[[str], set[str]]) -> None:
-    assert complete("refusion-lit ") >= {*COMMANDS, "fit"}
+@pytest.mark.parametrize("line", LINES)
+def test_bash_completes_commands_options_and_values(line: str, offers: dict[str, set[str]]) -> None:
+    assert offers[line] == LINES[line]
+
+
+def test_bash_offers_all_commands(offers: dict[str, set[str]]) -> None:
+    assert offers[NO_COMMAND] >= {*COMMANDS, "fit"}
 
 
 def test_the_script_of_zsh_has_the_same_options_and_completes_files(
