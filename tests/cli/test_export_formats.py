@@ -33,7 +33,7 @@ GOLDENS = {
     "llada2-tiny": "llada2",
 }
 NOT_IN_GOLDENS = {"llada2": {"moe_router_enable_expert_bias": True}}
-"""What published configs have (dFactory's llada2_mini/config.json) and the small models' configs lack."""
+"""Options of published configs (dFactory's llada2_mini/config.json) that the golden models' configs lack."""
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -41,7 +41,7 @@ SIZES = {
 EXPERTS = {"head_dim": 8, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
 GLM = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
        "use_qk_norm": True, "num_nextn_predict_layers": 0}  # fmt: skip
-TRAINED: dict[str, tuple[dict[str, Any], str]] = {  # backbone and objective
+TRAINED: dict[str, tuple[dict[str, Any], str]] = {  # for each format a backbone, and a file of configs/objective
     "llada": ({"model_type": "llama"}, "masked"),
     "dream": ({"model_type": "qwen2"}, "dream"),
     "fast_dllm_v2": ({"model_type": "qwen2", "tie_word_embeddings": True}, "block_masked_v2"),
@@ -58,15 +58,17 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def config_in(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the config in a model's directory without the version of transformers."""
     return {name: value for name, value in read(path / "config.json").items() if name != "transformers_version"}
 
 
 @pytest.mark.parametrize("name", GOLDENS)
 def test_a_published_checkpoint_is_written_as_it_was(name: str, tmp_path: Path) -> None:
+    """The authors' programs load an export as they load the original: same config, weights and special tokens."""
     output = tmp_path / "exported"
     assert main(["export", f"--ckpt_path={MODELS[name]}", f"--output={output}", f"--format={GOLDENS[name]}"]) == 0
-    expected, written = config_in(MODELS[name]), config_in(output)
+    expected, written = read_config(MODELS[name]), read_config(output)
     layout = FORMATS[GOLDENS[name]].layout
     assert layout is not None
     expected["auto_map"] = {kind: f"{layout.repository}--{path}" for kind, path in expected["auto_map"].items()}
@@ -85,6 +87,7 @@ def test_a_published_checkpoint_is_written_as_it_was(name: str, tmp_path: Path) 
     assert (tokenizer.mask_token_id, tokenizer.eos_token_id) == (special.mask_token_id, special.eos_token_ids[0])
 
 
+# The formats of the golden files with logits of the authors' classes.
 LOGITS = {
     "llada_logits": "llada", "dream_logits": "dream", "fast_dllm_v2_logits": "fast_dllm_v2", "sdar_logits": "sdar",
     "sdar_moe_logits": "sdar_moe", "llada2_logits": "llada2", "wedlm_logits": "wedlm", "wedlm_qwen2_logits": "wedlm",
@@ -105,7 +108,7 @@ def read_cases(golden: dict[str, Any]) -> list[tuple[list[int], list[int], int |
 
 
 def compute_logits(backbone: Any, tokens: list[int], positions: Any = None, traits: Any = None) -> torch.Tensor:
-    """Return the logits of a text under a model's own attention pattern."""
+    """Return the logits of a text under the attention pattern of a model's traits, or of given traits."""
     length = len(tokens)
     ids = torch.tensor([positions or [*range(length)]])
     mask = order_mask(pattern_order(traits or backbone.traits, ids), torch.tensor([length]))
@@ -114,7 +117,7 @@ def compute_logits(backbone: Any, tokens: list[int], positions: Any = None, trai
 
 
 @pytest.mark.parametrize("name", LOGITS)
-def test_an_exports_logits_are_those_of_the_authors_class(name: str, tmp_path: Path) -> None:
+def test_an_export_has_the_logits_of_the_authors_class(name: str, tmp_path: Path) -> None:
     golden = reference(name)
     source, output = MODELS[golden["model"]], tmp_path / "exported"
     assert main(["export", f"--ckpt_path={source}", f"--output={output}", f"--format={LOGITS[name]}"]) == 0
@@ -125,7 +128,7 @@ def test_an_exports_logits_are_those_of_the_authors_class(name: str, tmp_path: P
         torch.testing.assert_close(logits, torch.tensor(expected, dtype=torch.float64), atol=1e-5, rtol=0)
 
 
-def layer_names(path: Path) -> set[tuple[str, int]]:
+def list_layer_names(path: Path) -> set[tuple[str, int]]:
     """Return the names of weights without numbers of layers and experts, with the weights' number of dimensions."""
     weights = load_file(path / "model.safetensors")
     return {(re.sub(r"\.\d+\.", ".N.", name), weight.ndim) for name, weight in weights.items()}
@@ -134,6 +137,11 @@ def layer_names(path: Path) -> set[tuple[str, int]]:
 @pytest.mark.filterwarnings("ignore:model.decoders")
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_model_trained_here_decodes_the_same_once_exported(name: str, tmp_path: Path) -> None:
+    """Train a model, export it in a published format, and export that again in transformers' format.
+
+    The first export has the config and layers of golden checkpoints of its format, the model's texts and logits, and a
+    card with the commands of other engines. The second export gives the same texts, and transformers the same logits.
+    """
     config, objective = TRAINED[name]
     (tmp_path / "backbone.yaml").write_text(yaml.safe_dump({"model": {"backbone": {"config": SIZES | config}}}))
     options = [option for option in TINY if "backbone" not in option]
@@ -143,17 +151,17 @@ def test_a_model_trained_here_decodes_the_same_once_exported(name: str, tmp_path
     run, output = tmp_path / "run" / "version_0", tmp_path / "exported"
     assert main(["export", f"--ckpt_path={run}", f"--output={output}", f"--format={name}"]) == 0
     published = FORMATS[name]
-    config = config_in(output)
+    config = read_config(output)
     assert config["model_type"] == published.model_type
     assert published.layout is not None
     repository, classes = published.layout.repository, published.layout.classes
     assert config.get("auto_map", {}) == {kind: f"{repository}--{path}" for kind, path in classes.items()}
     for golden in (MODELS[golden] for golden, family in GOLDENS.items() if family == name):
-        if config_in(golden).get("qk_norm", config.get("qk_norm")) == config.get("qk_norm"):
+        if read_config(golden).get("qk_norm", config.get("qk_norm")) == config.get("qk_norm"):
             ours = {"refusion_lit", published.block_size_option}  # if the block size is not the family's
-            expected_config = config_in(golden) | NOT_IN_GOLDENS.get(name, {})
+            expected_config = read_config(golden) | NOT_IN_GOLDENS.get(name, {})
             assert config.keys() - ours == expected_config.keys() - ours
-            assert layer_names(output) == layer_names(golden)
+            assert list_layer_names(output) == list_layer_names(golden)
     trained, exported = (refusion_lit.load(path, dtype="float32", device="cpu") for path in (run, output))
     for decoder in (None, exported.default_decoder):
         texts = [[row.text for row in model.generate(PROMPTS, decoder=decoder, max_new_tokens=16)]
@@ -202,7 +210,7 @@ def test_the_decoders_settings_are_in_the_generation_config(tmp_path: Path) -> N
     assert type(refusion_lit.load(edited, device="cpu").default_decoder).__name__ == "TokenEditing"
 
 
-REFUSED = [
+REFUSED = [  # a golden model, a format that does not fit, and what the message says
     ("dream-tiny", "llada", "model_type llama, got"),
     ("llada-tiny", "zarya", "model_type qwen3, got"),
     ("dream-tiny", "fast_dllm_v2", "attention block_causal, got"),

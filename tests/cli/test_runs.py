@@ -26,7 +26,8 @@ from refusion_lit.utils.files import acquire_lock, release_lock
 TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 
 
-def steps(path: Path) -> int:
+def read_step(path: Path) -> int:
+    """Return the number of steps after which a checkpoint was saved."""
     return torch.load(path, weights_only=True)["global_step"]
 
 
@@ -38,6 +39,7 @@ def runs(trained: Path, tmp_path: Path) -> Path:
 
 
 def fit(runs: Path, *options: str) -> int:
+    """Run ``fit`` with the tiny quickstart config, which trains four steps; return the exit code."""
     return main(["fit", "--config", QUICKSTART, *TINY, f"--runs_dir={runs}", *options])
 
 
@@ -45,13 +47,13 @@ def test_a_fit_is_resumed_in_its_directory_with_its_config(runs: Path, capsys: p
     run = runs / "quickstart" / "version_0"
     config = (run / "config.yaml").read_text()
     last = run / "checkpoints" / "last.ckpt"
-    assert steps(last) == 4
+    assert read_step(last) == 4
     for extra in (["--resume"], ["--resume", "version_0"]):
-        more = steps(last) + 2
+        more = read_step(last) + 2
         assert fit(runs, f"--trainer.max_steps={more}", *extra) == 0
-        assert steps(last) == more
+        assert read_step(last) == more
     assert main(["fit", f"--resume={run}", "--trainer.max_steps=10"]) == 0
-    assert steps(last) == 10
+    assert read_step(last) == 10
     assert sorted(path.name for path in run.parent.iterdir()) == ["version_0"]
     assert not list(run.rglob("last-v*"))
     assert (run / "config.yaml").read_text() == config
@@ -73,7 +75,7 @@ def test_options_that_a_resumed_run_changes_are_named_and_recorded(runs: Path) -
         assert main(["fit", f"--resume={run}", "--trainer.max_steps=8"]) == 0
 
 
-def test_a_precision_of_a_file_that_the_processor_is_slow_in_is_replaced(
+def test_a_slow_precision_in_a_file_is_replaced_and_on_the_command_line_kept_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
@@ -124,7 +126,7 @@ def test_options_that_a_checkpoint_replaces_are_refused_and_not_recorded(
         assert (run / "environment.json").read_text() == before
 
 
-def test_what_is_damaged_in_a_resumed_run_is_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_files_of_a_resumed_run_are_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = runs / "quickstart" / "version_0"
     resumed = ["fit", f"--resume={run}", "--trainer.max_steps=6"]
     losses = (run / "metrics.csv").read_bytes()
@@ -140,7 +142,7 @@ def test_what_is_damaged_in_a_resumed_run_is_named(runs: Path, capsys: pytest.Ca
     assert "beginning: " not in error
     shutil.rmtree(run / "checkpoints")
     assert main(resumed) == 0
-    assert steps(run / "checkpoints" / "last.ckpt") == 6
+    assert read_step(run / "checkpoints" / "last.ckpt") == 6
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
@@ -177,27 +179,27 @@ def test_the_newest_run_of_the_command_is_resumed(runs: Path) -> None:
     for command in ("test", "predict"):
         assert main([command, *other, "--resume"]) == 0  # each is complete
     assert fit(runs, "--resume", "--trainer.max_steps=6") == 0
-    assert steps(last) == 6
+    assert read_step(last) == 6
     assert sorted(path.name for path in last.parents[2].iterdir()) == ["version_0", "version_1", "version_2"]
 
 
 def test_without_a_run_a_new_one_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fit(tmp_path, "--resume") == 0
     assert "no checkpoint of quickstart" in capsys.readouterr().err
-    assert steps(tmp_path / "quickstart" / "version_0" / "checkpoints" / "last.ckpt") == 4
+    assert read_step(tmp_path / "quickstart" / "version_0" / "checkpoints" / "last.ckpt") == 4
 
 
 def test_a_config_without_callbacks_leaves_a_last_checkpoint(tmp_path: Path) -> None:
     assert fit(tmp_path, "--trainer.callbacks=null") == 0
     run = tmp_path / "quickstart" / "version_0"
-    assert len(list(run.rglob("*.ckpt"))) == 2  # the last validation's, and
-    assert steps(run / "checkpoints" / "last.ckpt") == 4
+    assert len(list(run.rglob("*.ckpt"))) == 2  # the checkpoint of the last validation, and last.ckpt
+    assert read_step(run / "checkpoints" / "last.ckpt") == 4
     assert fit(tmp_path, "--trainer.callbacks=null", "--resume", "--trainer.max_steps=6") == 0
-    assert steps(run / "checkpoints" / "last.ckpt") == 6
+    assert read_step(run / "checkpoints" / "last.ckpt") == 6
 
 
 @pytest.mark.parametrize("callbacks", ["--trainer.callbacks=null", "--trainer.max_steps=4"])
-def test_a_fast_run_for_developers_leaves_nothing(
+def test_fast_dev_run_leaves_no_checkpoint_and_no_file_in_the_working_directory(
     callbacks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()
@@ -250,7 +252,7 @@ def test_a_logger_of_the_user_writes_beside_the_run_s_directory(
 ) -> None:
     config = Path(QUICKSTART).resolve()
     monkeypatch.chdir(tmp_path)
-    Path("config.yaml").write_text("a: 1\n")  # that of something else
+    Path("config.yaml").write_text("a: 1\n")  # a file of another program
     logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs"]
     assert main(["fit", "--config", str(config), *TINY, *logger, "--run_version=mine"]) == 0
     assert "next: refusion-lit test --config runs/quickstart/mine/config.yaml" in capsys.readouterr().out
@@ -259,10 +261,12 @@ def test_a_logger_of_the_user_writes_beside_the_run_s_directory(
     assert len(list(Path("logs").rglob("metrics.csv"))) == 1
 
 
-def test_last_is_the_named_version_s_own(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ckpt_path_last_is_the_last_checkpoint_of_the_named_version(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert fit(runs, "--run_version=other", "--ckpt_path=last", "--trainer.max_steps=2") == 0
     assert "training starts at the beginning" in capsys.readouterr().err
-    assert steps(runs / "quickstart" / "other" / "checkpoints" / "last.ckpt") == 2
+    assert read_step(runs / "quickstart" / "other" / "checkpoints" / "last.ckpt") == 2
 
 
 def test_a_directory_holds_one_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,7 +288,7 @@ def test_only_the_first_process_claims_a_directory(
 
 
 def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # As a run in another process holds it.
+    # A run in another process would hold this lock.
     other = acquire_lock(runs / "quickstart" / "version_0" / ".lock", "run_version", "other run", "wait")
     before = sorted(runs.rglob("*"))
     assert fit(runs, "--resume", "--trainer.max_steps=6") == 2
@@ -434,7 +438,7 @@ def test_a_fit_goes_on_beside_predictions(runs: Path, capsys: pytest.CaptureFixt
     run = runs / "quickstart" / "version_0"
     (run / "predictions_refusion.jsonl").write_text('{"id": "0"}\n')
     assert main(["fit", f"--resume={run}", "--trainer.max_steps=6"]) == 0
-    assert steps(run / "checkpoints" / "last.ckpt") == 6
+    assert read_step(run / "checkpoints" / "last.ckpt") == 6
     assert main(["validate", "--config", QUICKSTART, *TINY_TEST, f"--runs_dir={runs}", "--run_version=version_0"]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert "--resume" not in line, "a validation cannot be resumed"

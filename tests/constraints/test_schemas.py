@@ -1,4 +1,4 @@
-"""Responses of a model that knows nothing keep any schema; `jsonschema` judges."""
+"""Responses under a JSON schema: a random model writes only texts that `jsonschema` accepts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_shortest_limit_is_found_and_suffices(model: TextModel) -> None:
     jsonschema.validate(json.loads(row.text), PERSON)
 
 
-ENDED: list[dict[str, Any]] = [
+HARD_TO_END: list[dict[str, Any]] = [  # schemas under which a text may go on for long before it can end
     {"type": "number", "exclusiveMinimum": 0},
     {"type": "number", "multipleOf": 10},
     {"type": "string", "format": "email"},
@@ -84,13 +84,14 @@ ENDED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("schema", ENDED, ids=str)
-def test_an_end_is_found_where_one_byte_again_and_again_leads_to_none(model: TextModel, schema: Any) -> None:
+@pytest.mark.parametrize("schema", HARD_TO_END, ids=str)
+def test_a_text_ends_in_time_where_repeating_a_byte_leads_to_no_end(model: TextModel, schema: Any) -> None:
     sampling = SamplingParams(max_new_tokens=32, temperature=1.0)
     for row in model.generate(["a", "b"], sampling=sampling, json_schema=schema):
         jsonschema.validate(json.loads(row.text), schema)
 
 
+# For each format of a string, texts that keep the format and texts that do not.
 FORMATS = {
     "date": (["2024-02-29", "2000-02-29", "2023-02-28", "2023-12-31"], ["2023-02-29", "1900-02-29", "0000-01-01"]),
     "time": (["23:59:59Z", "12:00:00.5+01:00"], ["06:12:60Z", "23:59:60Z"]),
@@ -120,7 +121,7 @@ def test_formats_are_kept(model: TextModel, name: str, extra: dict[str, Any]) ->
             assert is_accepted == expected, text
 
 
-REFUSED = [
+REFUSED = [  # a schema, further options of `generate`, and the message
     ({"type": "nothing"}, {}, "json_schema: .*cannot be enforced"),
     ({"type": "string", "pattern": "(?=a)b"}, {}, "json_schema: .*cannot be enforced"),
     ({"type": "string", "pattern": "^(?i)ab$"}, {}, "json_schema: pattern"),
@@ -143,12 +144,15 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("schema", "options", "message"), REFUSED)
-def test_what_cannot_be_guaranteed_is_refused(model: TextModel, schema: Any, options: Any, message: str) -> None:
+def test_schemas_and_options_that_cannot_be_guaranteed_are_refused(
+    model: TextModel, schema: Any, options: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         model.generate(["a"], json_schema=schema, **options)
 
 
 def make_constraint(model: TextModel, schema: Any, max_new_tokens: int = 400) -> Constraint:
+    """Return the constraint that a schema puts on the tokens of a response."""
     schemas = Schemas(model.tokenizer, model.backbone.special_tokens)
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
     [prompt] = schemas.constrain([Prompt(token_ids=(3,), id="0")], schema, Autoregressive(), sampling)
@@ -159,7 +163,16 @@ def make_constraint(model: TextModel, schema: Any, max_new_tokens: int = 400) ->
 def sample_text(
     model: TextModel, constraint: Constraint, random: Random, wanted: str, max_length: int, eos_weight: float = 1e2
 ) -> str:
-    """Return a text whose tokens are drawn from those that a constraint allows, mostly those of wanted characters."""
+    """Draw a text from the tokens that a constraint allows.
+
+    Args:
+        model: The model, of which only the tokenizer is used.
+        constraint: The constraint.
+        random: Draws the tokens.
+        wanted: Characters whose tokens are drawn 1000 times as often as others.
+        max_length: Maximum number of tokens.
+        eos_weight: How often the EOS token is drawn; a tiny weight makes the text as long as possible.
+    """
     eos = list(model.backbone.special_tokens.eos_token_ids)
     weights = torch.ones(model.backbone.special_tokens.vocab_size)
     weights[[model.encode(character)[0] for character in wanted]] = 1e3
@@ -175,8 +188,8 @@ def sample_text(
     return model.tokenizer.decode(tokens[:-1])
 
 
-def test_a_draft_after_which_no_end_is_found_settles_as_it_is(model: TextModel) -> None:
-    """It is rejected: the place before it settles as another token."""
+def test_a_token_that_leads_to_no_end_is_replaced_at_its_place_and_not_after_it(model: TextModel) -> None:
+    """After "b" the text could not end within 40 tokens, so "b" becomes "a"; a draft after "b" stays as it is."""
     quote, a, b, c = (model.encode(character)[0] for character in '"abc')
     state = make_constraint(model, {"type": "string", "pattern": "^(a|bb{3000})$"}).begin(40)
     assert state.settle(1, [quote], b) == a
@@ -186,6 +199,7 @@ def test_a_draft_after_which_no_end_is_found_settles_as_it_is(model: TextModel) 
 
 
 def is_accepted(model: TextModel, constraint: Constraint, text: str) -> bool:
+    """Return whether a constraint allows all tokens of a text, and its end."""
     state = constraint.begin(400)
     tokens: list[int] = []
     for token in [*model.encode(text), *model.backbone.special_tokens.eos_token_ids]:
@@ -219,7 +233,9 @@ def test_no_spelling_evades_a_schema(model: TextModel, schema: Any, wrong: str, 
     jsonschema.validators.validator_for(schema)(schema).validate(json.loads(right))
 
 
-UNKEPT: list[tuple[dict[str, Any], str]] = [
+UNENFORCEABLE: list[
+    tuple[dict[str, Any], str]
+] = [  # schemas that llguidance accepts and does not keep, and the message
     ({"x-guidance": {"lenient": True}, "not": {"type": "integer"}}, "x-guidance: expected draft 4"),
     ({"$schema": "http://json-schema.org/draft-03/schema#", "disallow": "null"}, r"\$schema: expected draft 4"),
     ({"multipleOf": 0.01}, "multipleOf: expected an integer.* got 0.01"),
@@ -240,8 +256,8 @@ UNKEPT: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "message"), UNKEPT, ids=str)
-def test_what_llguidance_would_not_keep_is_refused(model: TextModel, schema: Any, message: str) -> None:
+@pytest.mark.parametrize(("schema", "message"), UNENFORCEABLE, ids=str)
+def test_schemas_that_llguidance_would_not_keep_are_refused(model: TextModel, schema: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"json_schema: {message}"):
         make_constraint(model, schema)
 
@@ -343,6 +359,7 @@ LEAVES: st.SearchStrategy[Any] = st.one_of(
 
 
 def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Return schemas of objects and arrays with up to four keywords, whose values are inner schemas."""
     several = st.lists(inner, min_size=1, max_size=2)
     keywords = {
         "type": st.sampled_from(["object", "array"]),
@@ -367,7 +384,7 @@ def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 @settings(max_examples=examples(400), deadline=None)
 @given(nest(st.recursive(LEAVES, nest, max_leaves=4)), LEAVES, st.randoms(use_true_random=False))
-def test_whatever_is_drawn_keeps_a_schema(model: TextModel, schema: Any, shared: Any, random: Random) -> None:
+def test_random_texts_keep_random_schemas(model: TextModel, schema: Any, shared: Any, random: Random) -> None:
     schema = {**schema, "$defs": {"a": shared}}
     try:
         constraint = make_constraint(model, schema, 60)

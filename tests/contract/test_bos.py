@@ -1,4 +1,4 @@
-"""Prompts begin with BOS where transformers' do, once, at every door; answers never do."""
+"""Prompts begin with one BOS token where transformers' prompts do, in all ways to use a model; answers never do."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def reference_ids(folder: Path, text: str = PROMPT) -> list[int]:
+    """Return the ids of transformers' tokenizer for a model's directory."""
     ids: Any = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
     return ids
 
@@ -88,7 +89,7 @@ def test_chat_templates_write_bos_themselves(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama2", "llama3", "gemma", "gpt2"])
 @pytest.mark.parametrize("template", [None, "chat", ZEPHYR])
-def test_bos_is_there_once_or_not_as_the_option_says(kind: str, template: str | None) -> None:
+def test_the_option_add_bos_adds_one_bos_or_none_or_follows_the_tokenizer(kind: str, template: str | None) -> None:
     tokenizer = make_tokenizer(kind, chat=template == "chat")
     tokenizer.chat_template = template if template == ZEPHYR else tokenizer.chat_template
     bos = tokenizer.bos_token_id

@@ -24,6 +24,8 @@ from refusion_lit.modeling.vocabulary import add_eos_tokens, prompt_prefix
 from refusion_lit.tasks import Example, InstructionFiles
 from support.tokenizer_zoo import KINDS, TEMPLATES, ZEPHYR, make_model, make_tokenizer
 
+# In this file "whole" are the tokens that transformers' apply_chat_template makes of a conversation with its answer.
+
 TURNS = ({"role": "user", "content": "Where is Paris?"}, {"role": "assistant", "content": "In France."},
          {"role": "user", "content": "And Rome?\n"})  # fmt: skip
 ENDS = {
@@ -52,7 +54,7 @@ def test_a_chat_is_trained_as_its_template_renders_it(
     whole: Any = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
     assert tokenizer.decode(whole).startswith(tokenizer.decode(actual))
     prompt: Any = tokenizer.apply_chat_template(turns[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
-    if whole[: len(prompt)] == prompt:  # else a token reaches over the border, which no prompt has
+    if whole[: len(prompt)] == prompt:  # otherwise a token of the whole holds text of both the prompt and the answer
         assert actual == whole[: len(actual)]
     end = tokenizer.convert_ids_to_tokens(actual[-1])
     assert end == (tokenizer.eos_token if template else ENDS[kind])
@@ -72,13 +74,33 @@ THOUGHTS_LEFT_OUT = (  # as DeepSeek-R1: the prompt opens the thoughts, and answ
 @pytest.mark.parametrize(
     ("template", "answer", "expected"),
     [
-        (IN_LAST_TURN, "In Italy.", "[INST]Be brief.\nAnd Rome?[/INST] In Italy.<|im_end|>"),
-        (THOUGHTS_LEFT_OUT, "<think>\nHm.\n</think>\nItaly.", "assistant:<think>\nHm.\n</think>\nItaly.<|im_end|>"),
-        (THOUGHTS_LEFT_OUT, "Hm.\n</think>\nItaly.", "assistant:<think>\nHm.\n</think>\nItaly.<|im_end|>"),
-        ("{{ messages[-1]['content'] | upper }}<|im_end|>", "Italy.", "AND ROME?<|im_end|>Italy.<|im_end|>"),
+        pytest.param(
+            IN_LAST_TURN,
+            "In Italy.",
+            "[INST]Be brief.\nAnd Rome?[/INST] In Italy.<|im_end|>",
+            id="the template moves the system text",
+        ),
+        pytest.param(
+            THOUGHTS_LEFT_OUT,
+            "<think>\nHm.\n</think>\nItaly.",
+            "assistant:<think>\nHm.\n</think>\nItaly.<|im_end|>",
+            id="the template drops thoughts",
+        ),
+        pytest.param(
+            THOUGHTS_LEFT_OUT,
+            "Hm.\n</think>\nItaly.",
+            "assistant:<think>\nHm.\n</think>\nItaly.<|im_end|>",
+            id="the template drops thoughts, and the prompt opens them",
+        ),
+        pytest.param(
+            "{{ messages[-1]['content'] | upper }}<|im_end|>",
+            "Italy.",
+            "AND ROME?<|im_end|>Italy.<|im_end|>",
+            id="the template changes letters",
+        ),
     ],
 )
-def test_an_answer_that_its_template_changes_ends_as_the_template_ends_turns(
+def test_an_answer_that_its_template_changes_is_trained_unchanged_with_the_templates_end_of_turn(
     template: str, answer: str, expected: str
 ) -> None:
     tokenizer = make_tokenizer("qwen", chat_template=template)
@@ -90,7 +112,7 @@ def test_an_answer_that_its_template_changes_ends_as_the_template_ends_turns(
 @pytest.mark.parametrize("kind", ["llama2", "qwen", "gemma"])
 @pytest.mark.parametrize("turn", ["m | tojson", "m['content'] | tojson", "m['content'] | replace('\\n', '/')"])
 @pytest.mark.parametrize("opening", ["<|im_start|>", '<|im_start|>{"role": "assistant", "content": "'])
-def test_answers_that_a_template_writes_in_another_form_are_trained_so(kind: str, turn: str, opening: str) -> None:
+def test_an_answer_that_a_template_escapes_is_trained_escaped(kind: str, turn: str, opening: str) -> None:
     template = f"{{% for m in messages %}}{{{{ '<|im_start|>' + ({turn}) + '<|im_end|>\n' }}}}{{% endfor %}}"
     template += f"{{% if add_generation_prompt %}}{{{{ '{opening}' }}}}{{% endif %}}"
     tokenizer: Any = make_tokenizer(kind, chat=True, chat_template=template)
@@ -104,7 +126,7 @@ def test_answers_that_a_template_writes_in_another_form_are_trained_so(kind: str
         ids = [*sample.prompt_ids, *sample.response_ids]
         if text.startswith(tokenizer.decode(sample.prompt_ids)):
             assert tokenizer.decode(ids) == text
-        if whole[: len(sample.prompt_ids)] == [*sample.prompt_ids]:  # else a token reaches over the border
+        if whole[: len(sample.prompt_ids)] == [*sample.prompt_ids]:  # no token holds text of both prompt and answer
             assert ids == whole[:end]
 
 
@@ -159,7 +181,7 @@ def test_openings_and_ends_of_answers_are_those_of_the_template(kind: str, templ
 
 
 def test_a_turn_may_end_with_an_added_token_that_is_not_special() -> None:
-    """As ``add_tokens`` adds them. The token ends the training answer, and its name is no part of a response's text."""
+    """The token, added by ``add_tokens``, ends the training answer, and its name is no part of a response's text."""
     tokenizer: Any = make_tokenizer("gpt2", chat=True, chat_template=TEMPLATES["qwen"])
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
     turns = [TURNS[0], {"role": "assistant", "content": "In Italy."}]
@@ -197,8 +219,8 @@ def test_thoughts_that_a_template_writes_itself_are_trained_as_it_writes_them(ki
         assert tokenizer.convert_ids_to_tokens(ids[-1]) == "<|im_end|>"
 
 
-def test_tags_of_thoughts_that_are_special_tokens_are_the_template_s() -> None:
-    """The template looks for them in earlier answers, and models write them as tokens; elsewhere they are text."""
+def test_tags_of_thoughts_in_answers_are_special_tokens_and_in_questions_text() -> None:
+    """Models write the tags as tokens, and templates look for them in earlier answers. Users cannot inject them."""
     content = "m['content'].split('</think>')[-1].lstrip('\n') if not loop.last else m['content']"
     template = _TURN + "{% set text = " + content + " %}{{ '<|im_start|>assistant\n' + text + '<|im_end|>\n' }}"
     template += "{% else %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}"
@@ -296,19 +318,23 @@ LLAMA = (
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 TOOL_TURN = {"role": "tool", "tool_call_id": "1", "content": "sunny"}
+"""The result of a call."""
 CALL_TURNS: dict[str, dict[str, Any]] = {
     "calls": {"content": None, "tool_calls": CALL},
     "parallel": {"content": None, "tool_calls": CALLS},
     "both": {"content": "I look.", "tool_calls": CALL},
 }
+"""Turns of the assistant by name: a call, two parallel calls, and a text with a call."""
 
 
 def read_chat(path: Path, turns: list[dict[str, Any]], tools: object = None, **options: Any) -> Sequence[Example]:
+    """Write a conversation into a JSONL file and read it as a task: an example for each trained answer."""
     path.write_text(json.dumps({"messages": turns, **({"tools": tools} if tools else {})}) + "\n")
     task = InstructionFiles(train=str(path), preset="messages", validation_fraction=0, assistant_parts="all", **options)
     return task.examples("train")
 
 
+# Which turns a template can render: Mistral's has no parallel calls here, and Llama's has single calls without text.
 @pytest.mark.parametrize(
     ("kind", "template", "names"),
     [
@@ -340,9 +366,8 @@ def test_turns_of_tool_calls_are_trained_as_the_template_renders_them(
         assert tokenizer.convert_ids_to_tokens(sample.response_ids[-1]) == (
             tokenizer.eos_token if kind == "llama2" else ENDS[kind]
         )
-    lasts = [encode_example(tokenizer, example) for example in
-             read_chat(tmp_path / "rows.jsonl", turns[:2], tools, assistant_turns="last")]  # fmt: skip
-    assert [sample.response_ids for sample in lasts] == [samples[0].response_ids]
+    [last] = read_chat(tmp_path / "rows.jsonl", turns[:2], tools, assistant_turns="last")
+    assert encode_example(tokenizer, last).response_ids == samples[0].response_ids
 
 
 @pytest.mark.parametrize(
@@ -381,7 +406,7 @@ def test_text_parts_of_a_content_in_data_are_joined_and_other_parts_refused(tmp_
 
 
 def test_templates_that_read_arguments_as_text_get_the_text(tmp_path: Path) -> None:
-    """As DeepSeek's; rows and requests have arguments as JSON text, and other templates need the values."""
+    """DeepSeek's templates read arguments as JSON text, as rows and requests have them; other templates read values."""
     template = TOOL_TEMPLATE.replace("c.function | tojson", "c.function.name + '\\n' + c.function.arguments")
     tokenizer: Any = make_tokenizer("qwen", chat=True, chat_template=template)
     arguments = json.dumps({"city": "Rome é", "days": 2}, ensure_ascii=False)
@@ -408,14 +433,14 @@ ARGUMENTS_ALONE = TOOL_TEMPLATE.replace("c.function | tojson", "c.function.argum
 @pytest.mark.parametrize(
     ("kind", "template", "name", "is_refused"),
     [
-        ("qwen", None, "calls", True),
-        ("gpt2", None, "both", True),
-        ("qwen", FIRST_CALL, "parallel", True),
-        ("qwen", FIRST_CALL, "calls", False),
-        ("qwen", TOOL_TEMPLATE, "parallel", False),
-        ("qwen", ARGUMENTS_ALONE, "calls", False),
-        ("llama2", MISTRAL, "calls", False),
-        ("llama3", LLAMA, "calls", False),
+        pytest.param("qwen", None, "calls", True, id="a template without calls"),
+        pytest.param("gpt2", None, "both", True, id="a template without calls, a turn with text"),
+        pytest.param("qwen", FIRST_CALL, "parallel", True, id="a template that drops the second call"),
+        pytest.param("qwen", FIRST_CALL, "calls", False, id="a template that would drop a second call"),
+        pytest.param("qwen", TOOL_TEMPLATE, "parallel", False, id="parallel calls"),
+        pytest.param("qwen", ARGUMENTS_ALONE, "calls", False, id="a template that renders arguments without the name"),
+        pytest.param("llama2", MISTRAL, "calls", False, id="Mistral"),
+        pytest.param("llama3", LLAMA, "calls", False, id="Llama"),
     ],
 )
 def test_calls_that_a_template_drops_from_the_context_are_refused_by_row_and_turn(
@@ -434,7 +459,7 @@ def test_calls_that_a_template_drops_from_the_context_are_refused_by_row_and_tur
             encode_prompt(tokenizer, "", messages=turns)
     else:
         prompt = tokenizer.decode(encode_example(tokenizer, example).prompt_ids)
-        assert all(part in prompt for part in (["weather"] if template != ARGUMENTS_ALONE else ["Rome"]))
+        assert ("Rome" if template == ARGUMENTS_ALONE else "weather") in prompt
 
 
 def test_reasoning_is_trained_where_the_template_renders_it(tmp_path: Path) -> None:
@@ -474,7 +499,9 @@ def test_tools_and_calls_of_a_chat_reach_the_template(tmp_path: Path) -> None:
         ({"content": "4", "reasoning_content": "two and two"}, "reasoning_content"),
     ],
 )
-def test_what_an_answer_would_lose_is_refused_by_name(tmp_path: Path, answer: dict[str, Any], word: str) -> None:
+def test_fields_of_an_answer_that_training_would_ignore_are_refused_by_name(
+    tmp_path: Path, answer: dict[str, Any], word: str
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": [TURNS[0], {"role": "assistant", **answer}]}) + "\n")
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{word}"):

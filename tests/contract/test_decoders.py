@@ -1,6 +1,6 @@
-"""What every decoder promises, checked for all concrete ones, also those added later.
+"""What every decoder promises. The tests find all concrete decoders by themselves.
 
-``NUM_FORWARDS`` may be told what arithmetic says about a decoder's forwards.
+``NUM_FORWARDS`` maps decoders to functions that count the expected forward passes; a decoder may lack an entry.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_output_is_text_within_the_budget(
     output = decode(model, decoder, drawn_prompts, sampling, batch_size=size, callbacks=[watcher])
     check_output(model, drawn_prompts, sampling, output, watcher)
     forwards = [row.num_forwards for row in output.rows]
-    assert max(forwards) <= output.num_calls <= sum(forwards)
+    assert max(forwards) <= output.num_calls <= sum(forwards), "a call runs forward passes of several rows at once"
     if size == 1:
         assert output.num_calls == sum(forwards)
         shapes = [shape for row in output.rows for shape in row.forward_shapes]
@@ -84,17 +84,20 @@ def test_output_is_text_within_the_budget(
 
 
 def check_call_shapes(model: FakeModel, output: DecodingOutput) -> None:
-    """Compare the counted shapes with what the model was fed."""
-    entries = [(*shape, *count) for shape, count in output.call_shapes.counts.items()]
-    with_body = [entry for entry in entries if entry[1]]
-    assert sum(calls for *_, calls, _ in with_body) == output.num_calls == len(model.calls)
-    assert sum(sequences * calls for sequences, *_, calls, _ in with_body) == sum(
-        row.num_forwards for row in output.rows
-    )
-    num_positions = sum(positions * calls for _, positions, _, calls, _ in entries)
+    """Compare the shapes that the engine counted with the inputs that the fake model recorded."""
+    num_calls = num_forwards = num_positions = num_logits = sum_of_lengths = 0
+    for (sequences, positions, logits), (calls, length) in output.call_shapes.counts.items():
+        if positions:  # an entry without positions computes further logits of an earlier call
+            num_calls += calls
+            num_forwards += sequences * calls
+        num_positions += positions * calls
+        num_logits += logits * calls
+        sum_of_lengths += length
+    assert num_calls == output.num_calls == len(model.calls)
+    assert num_forwards == sum(row.num_forwards for row in output.rows)
     assert num_positions == sum(row.num_positions for row in output.rows) - output.num_shared
-    assert sum(logits * calls for _, _, logits, calls, _ in entries) == model.num_logit_rows
-    assert sum(length for *_, length in entries) == sum(call.mask.shape[-1] for call in model.calls)
+    assert num_logits == model.num_logit_rows
+    assert sum_of_lengths == sum(call.mask.shape[-1] for call in model.calls)
 
 
 @each_decoder
@@ -106,16 +109,16 @@ def test_the_prompt_is_fed_as_it_is(
     decoder, sampling = data.draw(setups(cls))
     model, [prompt] = make(decoder), drawn_prompts
     decode(model, decoder, drawn_prompts, sampling)
-    places = list(enumerate(prompt.token_ids))
-    fed: set[tuple[int, int]] = set()
+    prompt_pairs = set(enumerate(prompt.token_ids))
+    fed_pairs: set[tuple[int, int]] = set()
     for call in model.calls:
-        fed |= call.fed
+        fed_in_prompt = {(position, token) for position, token in call.fed if position < len(prompt.token_ids)}
         if len(call.input_ids) == 1:
-            assert {pair for pair in call.fed if pair[0] < len(places)} <= set(places)
-    assert set(places) <= fed
-    # Beside the prompt itself, only guidance feeds anything at its positions: masks.
-    other = {pair for pair in fed if pair[0] < len(places)} - set(places)
-    assert {token for _, token in other} <= {model.special_tokens.mask_token_id}
+            assert fed_in_prompt <= prompt_pairs
+        fed_pairs |= fed_in_prompt
+    assert prompt_pairs <= fed_pairs
+    # Only guidance feeds other tokens at the prompt's positions: masks, in a second row.
+    assert {token for _, token in fed_pairs - prompt_pairs} <= {model.special_tokens.mask_token_id}
 
 
 @each_decoder
@@ -128,7 +131,7 @@ def test_the_prompt_is_fed_as_it_is(
     size=st.integers(2, 4),
     seed=st.integers(0, 99),
 )
-def test_a_row_is_what_it_is_alone_and_temperature_zero_ignores_the_seed(
+def test_a_batch_changes_no_row_and_temperature_zero_ignores_the_seed(
     cls: type[Decoder],
     data: st.DataObject,
     make: Callable[[Decoder], HashModel],
@@ -141,10 +144,10 @@ def test_a_row_is_what_it_is_alone_and_temperature_zero_ignores_the_seed(
     sampling = replace(sampling, temperature=temperature)
     order = data.draw(st.permutations(range(len(drawn_prompts))))
     rows = decode(make(decoder), decoder, [drawn_prompts[i] for i in order], sampling, batch_size=size).rows
-    if temperature == 0 and not chance_remains(decoder):
+    if temperature == 0 and not has_random_order(decoder):
         sampling = replace(sampling, seed=seed)
     for i, row in zip(order, rows, strict=True):
-        [alone] = decode(make(decoder), decoder, [drawn_prompts[i]], sampling).rows
+        [alone] = decode(make(decoder), decoder, [drawn_prompts[i]], sampling).rows  # in a batch of its own
         assert row.token_ids == alone.token_ids
         if not weighs_rows(decoder):
             assert row.forward_shapes == alone.forward_shapes
@@ -154,7 +157,7 @@ def test_a_row_is_what_it_is_alone_and_temperature_zero_ignores_the_seed(
 @each_decoder
 @settings(max_examples=examples(6), deadline=None)
 @given(data=st.data(), drawn_prompts=prompts(max_size=4), temperature=temperatures(), size=st.integers(2, 4))
-def test_a_row_of_a_transformer_is_what_it_is_alone(
+def test_a_batch_changes_no_row_of_a_transformer(
     cls: type[Decoder], data: st.DataObject, drawn_prompts: list[Prompt], temperature: float, size: int
 ) -> None:
     decoder, sampling = data.draw(setups(cls))
@@ -167,8 +170,8 @@ def test_a_row_of_a_transformer_is_what_it_is_alone(
     assert weighs_rows(decoder) or rows[number].forward_shapes == alone.forward_shapes
 
 
-def chance_remains(decoder: Decoder) -> bool:
-    """Whether an option asks for chance by name, which is then there at temperature 0 too: orders by chance."""
+def has_random_order(decoder: Decoder) -> bool:
+    """Return whether an option makes the order of unmasking random, at temperature 0 too."""
     if isinstance(decoder, ReFusion):
         return decoder.selection == "random"
     if isinstance(decoder, FirstHitting):
@@ -217,7 +220,7 @@ def test_an_oracles_text_is_exact_and_costs_what_arithmetic_says(
         # The oracle would take the mask's id at the end of a prompt for a mask.
         drawn_prompts = [replace(prompt, token_ids=(*prompt.token_ids, 3)) for prompt in drawn_prompts]
     text = oracle_text(end)
-    # Never equal, so that rounding decides nothing: what stands further left is a little more certain.
+    # Tokens further left are a little more certain, so that no two tokens tie and rounding decides nothing.
     model = OracleModel(
         text,
         certainty=lambda place: certainty - 1e-6 * place,
@@ -229,13 +232,13 @@ def test_an_oracles_text_is_exact_and_costs_what_arithmetic_says(
     for prompt, row in zip(drawn_prompts, rows, strict=True):
         start = len(prompt.token_ids)
         stop = start + sampling.max_new_tokens
-        own_end = None if end is None or end < start else end - start
-        if own_end is not None and own_end < sampling.max_new_tokens:
+        end_in_response = None if end is None or end < start else end - start
+        if end_in_response is not None and end_in_response < sampling.max_new_tokens:
             if forbids_ends:
                 continue
-            stop = start + own_end + 1
+            stop = start + end_in_response + 1
         assert row.token_ids == [text(place) for place in range(start, stop)]
-        case = Case(start, sampling.max_new_tokens, stop - start, own_end, certainty, agreement)
+        case = Case(start, sampling.max_new_tokens, stop - start, end_in_response, certainty, agreement)
         expected = num_forwards(decoder, case)
         assert expected is None or row.num_forwards == expected
 
@@ -261,16 +264,16 @@ def test_stops_are_decided_token_by_token_in_text_order(
     sampling = replace(sampling, temperature=temperature)
     stop = tuple(data.draw(st.lists(st.text("def", min_size=1, max_size=2), max_size=2)))
     stopping = replace(sampling, stop=stop)
-    wholes = decode(make(decoder), decoder, drawn_prompts, sampling).rows
+    unstopped_rows = decode(make(decoder), decoder, drawn_prompts, sampling).rows
     rows = decode(make(decoder), decoder, drawn_prompts, stopping, batch_size=size, detokenize=decode_letters).rows
-    for whole, row in zip(wholes, rows, strict=True):
-        expected = slowly_stopped(whole.token_ids, stopping)
-        assert row.token_ids == (whole.token_ids if expected is None else expected)
+    for unstopped, row in zip(unstopped_rows, rows, strict=True):
+        expected = stop_slowly(unstopped.token_ids, stopping)
+        assert row.token_ids == (unstopped.token_ids if expected is None else expected)
         assert (row.finish_reason == "stop") == (expected is not None)
-        assert weighs_rows(decoder) or row.num_forwards <= whole.num_forwards
+        assert weighs_rows(decoder) or row.num_forwards <= unstopped.num_forwards
 
 
-def slowly_stopped(tokens: list[int], sampling: SamplingParams) -> list[int] | None:
+def stop_slowly(tokens: list[int], sampling: SamplingParams) -> list[int] | None:
     """Return a text up to the first token that completes a stop string; ``None`` without a stop string."""
     for length in range(1, len(tokens) + 1):
         if any(string in decode_letters(tokens[:length]) for string in sampling.stop):
@@ -286,18 +289,18 @@ def test_a_response_of_hundreds_of_tokens_is_exact(cls: type[Decoder]) -> None:
     assert row.token_ids == [oracle_text(None)(place) for place in range(2, 194)]
 
 
-# What arithmetic says.
+# Expected numbers of forward passes, computed by arithmetic.
 
 
 @dataclass(frozen=True)
 class Case:
-    """One response of an oracle.
+    """A response of an oracle.
 
     Attributes:
         start: Length of the prompt.
-        budget: Tokens asked for.
+        budget: Maximum number of new tokens.
         length: Length of the response.
-        end: Its place of an end of sequence, which may lie beyond the budget; ``None`` for none.
+        end: Index of the EOS token in the response, which may lie beyond the budget; ``None`` without an EOS token.
         certainty: Probability of each token where a mask predicts it.
         agreement: Probability of each token where a clean token predicts it.
     """
@@ -311,13 +314,16 @@ class Case:
 
 
 def num_forwards(decoder: Decoder, case: Case) -> int | None:
-    """Return the expected number of forwards of a row; ``None`` if there is no formula for the decoder."""
-    return next((NUM_FORWARDS[cls](decoder, case) for cls in type(decoder).__mro__ if cls in NUM_FORWARDS), None)
+    """Return the expected number of forward passes; ``None`` if neither the decoder nor a base class has a formula."""
+    for cls in type(decoder).__mro__:
+        if cls in NUM_FORWARDS:
+            return NUM_FORWARDS[cls](decoder, case)
+    return None
 
 
 def refusion_forwards(decoder: ReFusion, case: Case) -> int | None:
     if decoder.infill == "bonus" and decoder.fused:
-        return None  # the cost of a forward decides when a plan rides along
+        return None  # the cost of a forward pass decides when a plan is fused
     if decoder.selection == "random":
         return None  # how much is decoded after an end depends on the order
     size = decoder.slot_size
@@ -327,7 +333,7 @@ def refusion_forwards(decoder: ReFusion, case: Case) -> int | None:
     at_once = decoder.k or at_once
     if decoder.selection not in ("top_k", "sequential") and not certainty > decoder.slot_threshold:
         at_once = 1
-    # Blocks are decoded whole, but for what an end drops, be it beyond the budget.
+    # Blocks are decoded whole, except that slots after an EOS token are dropped, even if it lies beyond the budget.
     num_slots = ceil(ceil(case.length / size) / per_block) * per_block
     end = case.end if case.end is not None and case.end < num_slots * size else None
     if end is not None:
@@ -380,7 +386,7 @@ def fast_dllm_forwards(decoder: FastDLLM, case: Case) -> int | None:
 
 
 def wedlm_forwards(decoder: WeDLM, case: Case) -> int:
-    """Count forwards of a text whose every mask is nearly equally sure, so that blocks or penalties alone decide."""
+    """Count forward passes where all masks are nearly equally sure, so that blocks and penalties alone decide."""
     others = VOCAB + NUM_EXTRA_ROWS - 1
     rest = (1 - case.certainty) / others
     if decoder.selection == "confidence":
@@ -398,7 +404,7 @@ def wedlm_forwards(decoder: WeDLM, case: Case) -> int:
 
 
 def card_forwards(decoder: CARD, case: Case) -> int:
-    """Count forwards block by block: all at once if sure enough, else in rounds up to the end of the text."""
+    """Count forward passes by block: one if the model is sure enough, else rounds up to the end of the text."""
     num = 0
     for start in range(0, case.length, decoder.block_size):
         if case.certainty > decoder.threshold:
@@ -413,7 +419,7 @@ def card_forwards(decoder: CARD, case: Case) -> int:
 
 
 def card_rounds(decoder: CARD, size: int) -> list[int]:
-    """Return how many masks of a block each forward fills without a sure one."""
+    """Return how many masks of a block each forward pass fills if no mask is sure enough."""
     rounds: list[int] = []
     while sum(rounds) < size:
         quota = 1 if decoder.num_steps is None else step_quota(size, decoder.num_steps, len(rounds))
@@ -422,12 +428,15 @@ def card_rounds(decoder: CARD, size: int) -> list[int]:
 
 
 def strided_forwards(decoder: IntrospectiveStrided, case: Case) -> int:
-    """Count the prompt, the forward that adds two tokens, and full strides: an oracle's drafts are its own choice."""
+    """Count the prompt, a forward pass that adds two tokens, and full strides: all drafts of an oracle are right."""
     return 2 + ceil(max(case.length - 2, 0) / decoder.stride)
 
 
 def d2f_forwards(decoder: D2F, case: Case) -> int:
-    """Count forwards: a block is known from its left, at once if sure enough, else token by token where activated."""
+    """Simulate which tokens of each open block are known, counted from the left, after each forward pass.
+
+    A sure model fills all open blocks at once; an unsure model adds one token to each activated block.
+    """
     size, num, num_open = decoder.block_size, 0, 1
     known = [0] * (1 + (case.budget - 1) // size)
 
@@ -451,9 +460,12 @@ def d2f_forwards(decoder: D2F, case: Case) -> int:
 
 
 def editing_forwards(decoder: TokenEditing, case: Case) -> int | None:
-    """Count forwards of whole blocks: all masks at once if sure enough, else the quota; one more replaces nothing."""
+    """Count forward passes of whole blocks, which fill all masks at once if sure enough, else a quota.
+
+    A last forward pass finds nothing to edit.
+    """
     if decoder.stop_in_block or not decoder.stop_at_eos:
-        return None  # by where EOS is written
+        return None  # depends on where the EOS token is written
     size, num, first = decoder.block_size, 0, case.start
     while first < case.start + case.length:
         num_masks = num_left = size - first % size

@@ -1,7 +1,7 @@
-"""What every objective promises, checked for all concrete ones, also those added later.
+"""What every objective promises. The tests find all concrete objectives by themselves, and add variants with options.
 
 An objective may return several views of the batch (rows ``(view sample)``, view-major) and several copies of a
-sequence in a row; what it says about its logits (``traits.predictions``) must agree with its labels.
+sequence in a row. Its labels must agree with ``traits.predictions``, which tells decoders what the logits predict.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def special_tokens(objective: Objective) -> SpecialTokens:
 
 
 def uses_masks(objective: Objective) -> bool:
-    """Return whether an objective replaces tokens by the mask; drafters have masks of their own."""
+    """Return whether an objective replaces text by the mask token; drafters append draft masks instead."""
     return bool({"mask", "mask_shifted", "isolated_mask", "block_mask"} & set(objective.traits.predictions or ()))
 
 
@@ -105,12 +105,14 @@ SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 20)), min_size=1, m
 
 
 def make_batch(sizes: Sizes, padding: int = 0, numbers: Sequence[int] | None = None) -> ResponseBatch:
-    """Return a batch; prompt and response ids are disjoint, and prompts hold the mask's id too.
+    """Return a batch whose prompt ids (from 10) and response ids (from 200) are disjoint.
+
+    Every fourth token of a prompt is the mask token, as a user may write it; every response ends with an EOS token.
 
     Args:
-        sizes: Prompt and response lengths of each row.
-        padding: Places after the longest row.
-        numbers: Number of each sample, of which its noise is a function.
+        sizes: Prompt length and response length of each row.
+        padding: Number of padding tokens after the longest row.
+        numbers: Numbers of the samples, which determine their noise; by default 0, 1, ...
     """
     input_ids = torch.full((len(sizes), max(map(sum, sizes)) + padding), PAD)
     for row, (prompt, response) in enumerate(sizes):
@@ -124,27 +126,27 @@ def make_batch(sizes: Sizes, padding: int = 0, numbers: Sequence[int] | None = N
 
 
 def corrupt(objective: Objective, batch: ResponseBatch, epoch: int = 0, ratio: float | None = None) -> CorruptedBatch:
-    """Corrupt with a batch's own noise."""
+    """Corrupt a batch with the noise of its samples and the epoch; ``ratio`` is a mask ratio for all samples."""
     noise = KeyedNoise.for_samples(batch.sample_keys, seed=0, epoch=epoch)
     mask_ratio = None if ratio is None else torch.full((len(batch.input_ids),), ratio, dtype=torch.float64)
     return objective.corrupt(batch, noise, special_tokens(objective), mask_ratio=mask_ratio)
 
 
 def find_rows(corrupted: CorruptedBatch, sample: int, num_samples: int) -> range:
-    """Return the rows that show a sample."""
+    """Return the rows of a sample, a row for each view."""
     assert len(corrupted.input_ids) % num_samples == 0
     return range(sample, len(corrupted.input_ids), num_samples)
 
 
-def real_entries(corrupted: CorruptedBatch, row: int, length: int) -> list[int]:
-    """Return the indices of a row that are not mere padding."""
+def list_real_entries(corrupted: CorruptedBatch, row: int, length: int) -> list[int]:
+    """Return the indices of a row that are not padding; ``length`` is the sample's number of tokens."""
     ids, positions = corrupted.input_ids[row].tolist(), corrupted.position_ids[row].tolist()
     return [i for i, (token, place) in enumerate(zip(ids, positions, strict=True)) if place < length or token != PAD]
 
 
 def sample_view(corrupted: CorruptedBatch, row: int, length: int) -> dict[str, Tensor]:
-    """Return all that a row says, padding left out."""
-    kept = torch.tensor(real_entries(corrupted, row, length))
+    """Return a row's tensors without padding, to compare the row with a row of another batch."""
+    kept = torch.tensor(list_real_entries(corrupted, row, length))
     names = ("input_ids", "position_ids", "labels", "weights", "terms", "is_masked")
     view = {name: getattr(corrupted, name)[row, kept] for name in names}
     if attention_mask(corrupted) is not None:
@@ -153,7 +155,7 @@ def sample_view(corrupted: CorruptedBatch, row: int, length: int) -> dict[str, T
 
 
 def toy_hidden(corrupted: CorruptedBatch, size: int = 6) -> Tensor:
-    """Return hidden states that depend on each token and its place alone."""
+    """Return hidden states of a model without attention: each depends on its token and position only."""
     generator = torch.Generator().manual_seed(0)
     tokens, places = (torch.randn(1003, size, generator=generator, dtype=torch.float64) for _ in range(2))
     return tokens[corrupted.input_ids] + places[corrupted.position_ids]
@@ -204,12 +206,14 @@ def test_prompt_is_untouched_and_text_is_complete(
         length = prompt + response
         text = batch.input_ids[sample, :length].tolist()
         for row in find_rows(corrupted, sample, len(sizes)):
+            # Numbers of copies and of unmasked copies of each place of the text.
             copies: dict[int, int] = {}
             clean: dict[int, int] = {}
+            # Draft masks or a canvas follow the text.
             num_text = corrupted.input_ids.shape[1] - corrupted.num_drafts - corrupted.num_canvas
-            drafts = [i for i in real_entries(corrupted, row, length) if i >= num_text]
+            drafts = [i for i in list_real_entries(corrupted, row, length) if i >= num_text]
             assert corrupted.num_canvas or set(corrupted.input_ids[row, drafts].tolist()) <= set(DRAFTS)
-            for i in real_entries(corrupted, row, length)[: -len(drafts) or None]:
+            for i in list_real_entries(corrupted, row, length)[: -len(drafts) or None]:
                 place, token = int(corrupted.position_ids[row, i]), int(corrupted.input_ids[row, i])
                 copies[place] = copies.get(place, 0) + 1
                 clean[place] = clean.get(place, 0) + (not corrupted.is_masked[row, i])
@@ -237,12 +241,17 @@ def test_prompt_is_untouched_and_text_is_complete(
 def test_labels_say_what_the_traits_say(
     objective: Objective, sizes: Sizes, padding: int, epoch: int, ratio: float | None
 ) -> None:
+    """Decoders read the logits as ``traits.predictions`` says, so training must label the same tokens.
+
+    For every entry of a row the test derives the label that the traits require (``expected``) or allow (``optional``).
+    """
     batch = make_batch(sizes, padding)
     corrupted = corrupt(objective, batch, epoch, ratio)
     assert corrupted.is_masked is not None
     predictions = objective.traits.predictions
     assert predictions
-    # Where masks predict themselves and clean tokens the next one everywhere, a second, clean copy does the latter.
+    # If masks predict their own token and clean tokens predict the next token, a second, clean copy of the text has the
+    # labels of next tokens.
     predict_themselves = {"mask", "block_mask"} & set(predictions) and "next_token" in predictions
     clean_from = corrupted.input_ids.shape[1] // 2 if predict_themselves else 0
     for sample, (prompt, response) in enumerate(sizes):
@@ -251,7 +260,7 @@ def test_labels_say_what_the_traits_say(
             labels, places = corrupted.labels[row].tolist(), corrupted.position_ids[row].tolist()
             is_masked = corrupted.is_masked[row].tolist()
             expected, optional = {}, {}
-            # Beside a clean copy, whose tokens all predict the next one, the clean tokens of a noisy copy need not.
+            # Clean tokens of a noisy copy need no label if a clean copy beside it has the labels of all next tokens.
             half = len(places) // 2
             has_copy = {"mask_shifted", "next_token"} <= set(predictions) and places[:half] == places[half:]
             after_clean = [optional if has_copy and i < half else expected for i in range(len(places))]
@@ -272,7 +281,7 @@ def test_labels_say_what_the_traits_say(
                     after_clean[i][i] = text[place + 1]
                 elif place + 1 in text and prompt <= place and "next_token_in_slot" in predictions:
                     optional[i] = text[place + 1]  # unless it ends its slot
-            if corrupted.num_drafts:  # draft masks alone are trained, on the token after their place or in it
+            if corrupted.num_drafts:  # only draft masks have labels: the token after their place, or at their place
                 shift = not isinstance(objective, objectives.BlockDraft)
                 targets = {i: places[i] + shift for i, token in enumerate(corrupted.input_ids[row]) if token in DRAFTS}
                 expected = {i: text[place] for i, place in targets.items() if shift or place in text}
@@ -289,14 +298,16 @@ def test_labels_say_what_the_traits_say(
 def test_a_sample_is_corrupted_as_if_it_were_alone(
     objective: Objective, sizes: Sizes, padding: int, epoch: int, ratio: float | None, data: st.DataObject
 ) -> None:
+    """The other samples of a batch, their order and the padding do not change how a sample is corrupted."""
     order = data.draw(st.permutations(range(len(sizes))))
     corrupted = corrupt(objective, make_batch([sizes[i] for i in order], padding, order), epoch, ratio)
-    for place, number in enumerate(order):
+    for index, number in enumerate(order):
         alone = corrupt(objective, make_batch([sizes[number]], 0, [number]), epoch, ratio)
-        pairs = zip(find_rows(corrupted, place, len(sizes)), find_rows(alone, 0, 1), strict=True)
-        for row, alone_row in pairs:
-            views = (sample_view(corrupted, row, sum(sizes[number])), sample_view(alone, alone_row, sum(sizes[number])))
-            torch.testing.assert_close(*views)
+        length = sum(sizes[number])
+        rows, rows_alone = find_rows(corrupted, index, len(sizes)), find_rows(alone, 0, 1)
+        for row, row_alone in zip(rows, rows_alone, strict=True):
+            in_batch, by_itself = sample_view(corrupted, row, length), sample_view(alone, row_alone, length)
+            torch.testing.assert_close(in_batch, by_itself)
 
 
 @each_objective
@@ -324,19 +335,19 @@ def test_objectives_that_pack_say_which_positions_are_real(objective: Objective)
 
 
 @each_objective
-def test_padding_is_seen_by_nobody_else(objective: Objective) -> None:
+def test_only_padding_attends_to_padding(objective: Objective) -> None:
     sizes = [(3, 9), (1, 1), (6, 14)]
     corrupted = corrupt(objective, make_batch(sizes, padding=4))
     if attention_mask(corrupted) is None:
         for sample, size in enumerate(sizes):
             for row in find_rows(corrupted, sample, len(sizes)):
-                kept = real_entries(corrupted, row, sum(size))
+                kept = list_real_entries(corrupted, row, sum(size))
                 assert kept == list(range(len(kept))), "padding on the right is out of causal attention's sight"
         return
     for sample, size in enumerate(sizes):
         for row in find_rows(corrupted, sample, len(sizes)):
             real = torch.zeros(corrupted.input_ids.shape[1], dtype=torch.bool)
-            real[real_entries(corrupted, row, sum(size))] = True
+            real[list_real_entries(corrupted, row, sum(size))] = True
             mask = attention_mask(corrupted)[row]
             assert not mask[real][:, ~real].any()
             assert mask.any(1).all(), "a query that sees nothing would give NaN"
@@ -353,7 +364,7 @@ def test_loss_has_finite_gradients_and_ignores_unlabelled_outputs(objective: Obj
     unlabelled = corrupted.labels == IGNORE_INDEX
     assert (hidden.grad[unlabelled] == 0).all()
     if corrupted.num_drafts:
-        unlabelled[:, : -corrupted.num_drafts] = False  # the text's outputs may be what drafts are trained on
+        unlabelled[:, : -corrupted.num_drafts] = False  # drafts may be trained on the outputs of the text
     spoilt = hidden.detach().masked_fill(unlabelled[..., None], float("nan"))
     torch.testing.assert_close(objective.loss(spoilt, head, corrupted).sums, loss.sums)
 
@@ -477,22 +488,22 @@ def test_all_objectives_have_a_public_name() -> None:
 
 
 @each_objective
-def test_a_device_corrupts_as_this_one_does_and_is_waited_for_only_where_rows_grow(objective: Objective) -> None:
+def test_corrupting_on_an_accelerator_equals_the_cpu_and_waits_at_most_once(objective: Objective) -> None:
+    """A wait for the accelerator stalls training. Only the width of a batch that grows is worth a wait."""
     batch = make_batch([(3, 17), (0, 5), (6, 11)])
-    here = corrupt(objective, batch)
+    expected = corrupt(objective, batch)
     with ShadowDevice() as device:
-        there = batch.to(SHADOW, non_blocking=True)
-        corrupted = corrupt(objective, there)
-        changes = corrupted.input_ids.shape != batch.input_ids.shape or isinstance(objective, SerialHybrid)
-        assert device.num_waits <= changes, "only how wide the batch becomes depends on what is on the device"
-        for name, value in vars(here).items():
+        corrupted = corrupt(objective, batch.to(SHADOW, non_blocking=True))
+        has_new_shape = corrupted.input_ids.shape != batch.input_ids.shape or isinstance(objective, SerialHybrid)
+        assert device.num_waits <= has_new_shape
+        for name, value in vars(expected).items():
             if isinstance(value, Tensor):
                 assert torch.equal(getattr(corrupted, name).cpu(), value), name
 
 
 @pytest.mark.parametrize("cls", concrete_subclasses(Objective))
 def test_options_of_another_kind_are_refused_by_name(cls: type[Objective], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # which refuses them too, but in tests alone
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # its check of types runs in tests only
     kinds = {field.name: str(field.type) for field in fields(cls)}
     numbers = [name for name, kind in kinds.items() if re.search(r"int|float", kind)]
     for name, value in product(numbers, ("a", [1], True)):

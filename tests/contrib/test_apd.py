@@ -22,7 +22,8 @@ from support.slow_decoding import best_allowed, cut
 CAUSAL = ModelTraits(predictions=("next_token",))
 
 
-def read_logits(model: LanguageModel, row: list[int], *, causal: bool) -> Tensor:
+def compute_logits(model: LanguageModel, row: list[int], *, causal: bool) -> Tensor:
+    """Return the logits of a text, without a cache."""
     sees = torch.ones(1, len(row), len(row), dtype=torch.bool)
     hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], sees.tril() if causal else sees)
     return model.logits(hidden[0]).double()
@@ -31,7 +32,11 @@ def read_logits(model: LanguageModel, row: list[int], *, causal: bool) -> Tensor
 def slow_apd(
     masked: LanguageModel, verifier: LanguageModel, prompt: tuple[int, ...], decoder: APD, length: int
 ) -> tuple[list[int], int]:
-    """Draft and verify; every forward feeds the whole text."""
+    """Draft with the masked model and verify with the autoregressive model; every forward pass feeds the whole text.
+
+    Returns:
+        The response and the number of forward passes.
+    """
     text, num_forwards, special = list(prompt), 0, masked.special_tokens
     weight = decoder.mixture_weight
 
@@ -41,13 +46,13 @@ def slow_apd(
     while True:
         num = min(decoder.max_lookahead or length, len(prompt) + length - len(text))
         known = len(text)
-        drafted = read_logits(masked, [*text, *[MASK] * num], causal=False)[known - decoder.shifted :][:num]
+        drafted = compute_logits(masked, [*text, *[MASK] * num], causal=False)[known - decoder.shifted :][:num]
         drafts = [best(row) for row in drafted]
         num_forwards += 1
         text.append(drafts[0])
         if num > 1:
             num_forwards += 1
-            verified = read_logits(verifier, [*prompt, *text[len(prompt) : -1], *drafts], causal=True)
+            verified = compute_logits(verifier, [*prompt, *text[len(prompt) : -1], *drafts], causal=True)
             for j in range(1, num):
                 draft_logits, target_logits = drafted[j], verified[known + j - 1]
                 if best(draft_logits + (1 - weight) * (target_logits - draft_logits)) != drafts[j]:
@@ -65,7 +70,7 @@ def slow_apd(
     lookahead=st.none() | st.integers(1, 9),
     shifted=st.booleans(),
 )
-def test_the_text_is_that_of_a_loop_without_cache(
+def test_text_and_forward_passes_equal_a_loop_without_a_cache(
     case: LoopCase, weight: float, lookahead: int | None, shifted: bool
 ) -> None:
     decoder = APD(mixture_weight=weight, max_lookahead=lookahead, shifted=shifted)
@@ -96,17 +101,17 @@ def test_weight_1_accepts_every_draft_and_one_mask_needs_no_verifier() -> None:
     assert row.forward_shapes == [(1, 7), (1, 6), (1, 11), (1, 4), (1, 12)]
 
 
-def test_weight_0_on_temperature_keeps_what_the_verifier_would_draw() -> None:
-    """Draft and target share their noise: with one model for both, sampled targets are its own draws."""
+def test_with_weight_0_sampling_repeats_and_accepts_some_drafts() -> None:
+    """Drafts and the verifier's draws share their noise, so that equal distributions often draw the same token."""
     decoder = APD(mixture_weight=0.0)
     model = HashModel(3, ends=frozenset(), end_bias=-99.0, traits=traits_for(decoder))
     prompt, sampling = Prompt(token_ids=(5, 6, 7), id="0"), SamplingParams(max_new_tokens=30, temperature=1.0)
     rows = [decode(model, decoder, [prompt], sampling).rows[0] for _ in range(2)]
     assert rows[0].token_ids == rows[1].token_ids
-    assert 2 * 1 < rows[0].num_forwards < 2 * 30
+    assert 2 * 1 < rows[0].num_forwards < 2 * 30, "between one round and a round for every token"
 
 
-def test_both_bodies_are_made_once_for_all_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fused_bodies_of_both_models_are_made_once_per_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     masked = tiny_backbone(ModelTraits(attention="bidirectional", predictions=("mask",)))
     verifier = tiny_backbone(CAUSAL)
     made = []

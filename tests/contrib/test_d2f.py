@@ -23,7 +23,18 @@ from support.slow_decoding import best_allowed, cut
 def slow_d2f(
     model: LanguageModel, prompt: tuple[int, ...], decoder: D2F, length: int, known: Sequence[int | None] = ()
 ) -> tuple[list[int], int]:
-    """Decode a pipeline of blocks around what is known; every forward feeds the whole text and all open blocks."""
+    """Decode a pipeline of blocks; every forward pass feeds the whole text and all open blocks.
+
+    Args:
+        model: The model.
+        prompt: The prompt.
+        decoder: The decoder's options.
+        length: Number of tokens to generate, beside the known tokens.
+        known: Tokens at the beginning of the response that a template gives; ``None`` for a hole.
+
+    Returns:
+        The response and the number of forward passes.
+    """
     size, num_forwards, start = decoder.block_size, 0, len(prompt)
     length += sum(token is not None for token in known)
     holes_end = start + len(known) if None in known else 0
@@ -33,6 +44,7 @@ def slow_d2f(
     text: list[int | None] = whole[: first + size]
     goal = start + length
     while True:
+        # Open a block if there is room and enough of the last block is filled; a block that is known opens the next.
         while True:
             blocks = [range(stop - size, stop) for stop in range(first + size, len(text) + 1, size)]
             share = [1.0, *(sum(text[p] is not None for p in block) / size for block in blocks)]
@@ -46,12 +58,14 @@ def slow_d2f(
                 blocks.append(range(len(text) - size, len(text)))
                 share.append(sum(token is not None for token in text[-size:]) / size)
                 break
+        # Tokens see their block and the blocks before; the prompt counts as block -1.
         row = [MASK if token is None else token for token in text]
         number = torch.tensor([-1 if p < first else (p - first) // size for p in range(len(row))])
         sees = (number[:, None] >= number)[None]
         hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], sees)
         logits = model.logits(hidden[0]).double()
         num_forwards += 1
+        # In each block fill the sure masks; an activated block without a sure mask fills its surest.
         for i, block in enumerate(blocks):
             masked = [p for p in block if text[p] is None]
             drafts = {}
@@ -79,7 +93,7 @@ def slow_d2f(
     activate=st.sampled_from([0.0, 0.5, 0.95]),
     num_open_blocks=st.none() | st.integers(1, 3),
 )
-def test_the_text_is_that_of_a_loop_without_cache(
+def test_text_and_forward_passes_equal_a_loop_without_a_cache(
     case: LoopCase, block_size: int, threshold: float, add: float, activate: float, num_open_blocks: int | None
 ) -> None:
     decoder = D2F(
@@ -96,7 +110,7 @@ def test_the_text_is_that_of_a_loop_without_cache(
     block_size=st.integers(1, 5), add=st.sampled_from([0.0, 0.1, 0.5, 1.0]), length=st.integers(14, 17),
     num_open_blocks=st.none() | st.integers(1, 3),
 )  # fmt: skip
-def test_what_is_given_is_part_of_its_block(
+def test_templates_equal_a_loop_without_a_cache(
     seed: int,
     prompt: list[int],
     known: tuple[int | None, ...],
@@ -114,12 +128,13 @@ def test_what_is_given_is_part_of_its_block(
     assert (row.token_ids, row.num_forwards) == slow_d2f(slow, tuple(prompt), decoder, length, request.given)
 
 
-def test_a_given_block_takes_no_forward_and_blocks_are_counted_as_trained() -> None:
+def test_a_block_that_a_template_gives_takes_no_forward_pass() -> None:
+    """Blocks are counted from the beginning of the response, as in training, whatever the template gives."""
     decoder = D2F(block_size=4, threshold=0.0)
     model = HashModel(0, ends=frozenset(), end_bias=-99.0, traits=traits_for(decoder))
     prompt = Prompt(token_ids=(5, 6, 7), id="0", given=(3, 4, 3, 4, None, None, 3, 4))
     row = decode(model, decoder, [prompt], SamplingParams(max_new_tokens=4)).rows[0]
-    # The prompt, the given block and the next one; that one again, which stores it, with the one after it.
+    # First the prompt, the given block and the next block. Then that block again, to store it, and the block after it.
     assert row.forward_shapes == [(1, 11), (1, 8)]
     inside = Prompt(token_ids=(5, 6), id="0", given=(3, None, 3, 4))
     assert decoder.refusal(inside) is None
@@ -135,7 +150,7 @@ def test_a_transformer_with_a_cache_writes_what_the_loop_writes() -> None:
     assert [(row.token_ids, row.num_forwards) for row in rows] == expected
 
 
-def test_open_blocks_share_a_forward_and_complete_ones_are_stored_by_the_next() -> None:
+def test_the_forward_pass_of_a_new_block_stores_the_complete_block_before_it() -> None:
     decoder = D2F(block_size=4, threshold=0.0)
     model = HashModel(0, ends=frozenset(), end_bias=-99.0, traits=traits_for(decoder))
     prompt = Prompt(token_ids=(5, 6, 7), id="0")

@@ -1,3 +1,5 @@
+"""A call of the model for several prompts: what it computes, what decoders read of it, and how tokens are drawn."""
+
 from __future__ import annotations
 
 import math
@@ -32,8 +34,8 @@ from support.fakes import MASK, PAD, SPECIAL, VOCAB, HashModel
 GREEDY = Draw(sampling=SamplingParams())
 
 
-class Serving(Engine):
-    """An engine that is asked for single calls of the model."""
+class SingleCalls(Engine):
+    """An engine that answers requests of decoders without running a decoder."""
 
     def __init__(self, model: Any, num_rows: int) -> None:
         super().__init__(model, Autoregressive(), num_rows)
@@ -41,7 +43,14 @@ class Serving(Engine):
         self.answers: dict[int, list[Reading]] = {}
 
     def serve(self, requests: list[tuple[int, str, Request]]) -> list[list[Reading]]:
-        """Answer requests of prompts, given with their rows of the cache and ids."""
+        """Answer a request of each prompt in one step of the engine.
+
+        Args:
+            requests: For each prompt its row of the cache, its id, and the request.
+
+        Returns:
+            For each prompt the readings of its branches.
+        """
         for row, prompt_id, request in requests:
             prompt = Prompt(token_ids=(3,), id=prompt_id)
             state = RowState(prompt, SamplingParams(max_new_tokens=1), SPECIAL)
@@ -72,7 +81,7 @@ def branches(draw: st.DrawFn) -> Branch:
 
 
 def compute_logits(model: HashModel, branch: Branch) -> Tensor:
-    """Return a branch's logits, computed alone with a mask written out."""
+    """Return the logits of a branch without other branches, with its attention mask written out."""
     length = len(branch.tokens)
     order = branch.order or range(length)
     mask = torch.tensor([[[order[key] <= order[query] for key in range(length)] for query in range(length)]])
@@ -93,9 +102,9 @@ def check(reading: Reading, branch: Branch, logits: Tensor) -> None:
 
 @settings(max_examples=examples(48), deadline=None)
 @given(groups=st.lists(st.lists(branches(), min_size=1, max_size=3), min_size=1, max_size=4), chunk=st.integers(1, 40))
-def test_branches_of_any_lengths_are_read_as_if_alone(groups: list[list[Branch]], chunk: int) -> None:
+def test_branches_of_all_lengths_share_a_call_and_are_read_as_if_alone(groups: list[list[Branch]], chunk: int) -> None:
     model = HashModel(1)
-    executor = Serving(model, len(groups))
+    executor = SingleCalls(model, len(groups))
     requests = [
         (row, str(row), Forward(phase="", branches=tuple(group), draw=GREEDY, cached=False))
         for row, group in enumerate(groups)
@@ -124,7 +133,7 @@ def test_branches_of_any_lengths_are_read_as_if_alone(groups: list[list[Branch]]
 
 def test_cached_and_uncached_forwards_are_two_calls() -> None:
     model = HashModel(2)
-    executor = Serving(model, 3)
+    executor = SingleCalls(model, 3)
     branch = [Branch(tokens=[3 + i, 4], positions=[0, 1], draft_at=[1]) for i in range(3)]
     forwards = [
         (row, str(row), Forward(phase="", branches=(branch[row],), draw=GREEDY, cached=row != 1)) for row in range(3)
@@ -137,7 +146,7 @@ def test_cached_and_uncached_forwards_are_two_calls() -> None:
 
 def test_a_cached_context_is_shared_kept_and_read() -> None:
     model = HashModel(3)
-    executor = Serving(model, 2)
+    executor = SingleCalls(model, 2)
     context = Branch(tokens=[3, 4, 5, 6], positions=[0, 1, 2, 3])
     executor.serve([(1, "a", Forward(phase="", branches=(context,), draw=GREEDY))])
     left = Branch(tokens=[7, 8], positions=[4, 5], visible=((0, 4),), write_at=4, draft_at=[1])
@@ -151,7 +160,8 @@ def test_a_cached_context_is_shared_kept_and_read() -> None:
     last = Branch(tokens=[11], positions=[8], visible=((0, 3),), write_at=3, draft_at=[0])
     forward = Forward(phase="", branches=(last,), draw=GREEDY, keep=Compaction(1, [2, 7]))
     [[reading]] = executor.serve([(1, "a", forward)])
-    # Entry 7 has seen the whole context and its own branch, so all of them are laid out, and most are hidden.
+    # The kept entry 7 was computed with the whole context and its branch in sight. The reference lays all of them out
+    # and hides from the last token what was not kept.
     ids, places = [3, 4, 5, 6, 9, 10, 11], [0, 1, 2, 3, 6, 7, 8]
     mask = torch.ones(7, 7, dtype=torch.bool).tril()
     mask[6, [1, 3, 4]] = False
@@ -161,7 +171,7 @@ def test_a_cached_context_is_shared_kept_and_read() -> None:
 
 
 class GivenLogits(HashModel):
-    """Gives one and the same table: the logits of token ``i`` are row ``i``."""
+    """A model with a table (token, vocabulary) of logits: the logits depend on the input token only."""
 
     def __init__(self, table: Any) -> None:
         super().__init__()
@@ -175,22 +185,31 @@ class GivenLogits(HashModel):
 
 
 def read(table: Any, how: Draw, tokens: list[int], unconditional: list[int] | None = None, score: int = 5) -> Reading:
-    """Return what is read off the logits of tokens; with guidance those of others guide them."""
+    """Return the reading of a branch on a model with given logits.
+
+    Args:
+        table: The logits of each token.
+        how: How tokens are drawn.
+        tokens: The branch's tokens, all of which are read.
+        unconditional: Tokens of a second branch, whose logits are used for guidance.
+        score: A token to score at the first place.
+    """
     places = range(len(tokens))
     branch_list = [Branch(tokens=tokens, positions=places, draft_at=places, score_at=[(0, score)])]
     if unconditional is not None:
         branch_list.append(Branch(tokens=unconditional, positions=places))
-    executor = Serving(GivenLogits(table), 1)
+    executor = SingleCalls(GivenLogits(table), 1)
     return executor.serve([(0, "0", Forward(phase="", branches=tuple(branch_list), draw=how, cached=False))])[0][0]
 
 
-def random_table(rows: int = VOCAB, seed: int = 0) -> Tensor:
+def make_random_table(rows: int = VOCAB, seed: int = 0) -> Tensor:
+    """Return random logits (token, vocabulary)."""
     return torch.randn(VOCAB, rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5, 4.0])
 def test_guidance_weighs_two_branches(weight: float) -> None:
-    table = random_table()
+    table = make_random_table()
     how = Draw(sampling=SamplingParams(), guidance=weight)
     reading = read(table, how, [3, 4], [6, 7])
     for offset in range(2):
@@ -207,11 +226,11 @@ def test_guidance_weighs_two_branches(weight: float) -> None:
 
 def test_an_unknown_statistic_is_no_statistic() -> None:
     with pytest.raises(ValueError, match=r"^statistic: expected one of margin, .*, got 'variance'"):
-        read(random_table(), Draw(sampling=SamplingParams(), statistic="variance"), [3])  # type: ignore[arg-type]
+        read(make_random_table(), Draw(sampling=SamplingParams(), statistic="variance"), [3])  # type: ignore[arg-type]
 
 
 def test_guided_prompts_of_one_call_read_their_own_branches() -> None:
-    table, how = random_table(), Draw(sampling=SamplingParams(), guidance=1.5)
+    table, how = make_random_table(), Draw(sampling=SamplingParams(), guidance=1.5)
 
     def guided_forward(tokens: list[int], others: list[int]) -> Forward:
         places = range(len(tokens))
@@ -224,14 +243,15 @@ def test_guided_prompts_of_one_call_read_their_own_branches() -> None:
         guided_forward([9, 8], [4, 3]),
         guided_forward([10, 11, 12], [3, 9, 5]),
     ]
-    together = Serving(GivenLogits(table), 3).serve([(i, str(i), f) for i, f in enumerate(forwards)])
+    together = SingleCalls(GivenLogits(table), 3).serve([(i, str(i), f) for i, f in enumerate(forwards)])
     for number, forward in enumerate(forwards):
-        [[alone, _]] = Serving(GivenLogits(table), 1).serve([(0, str(number), forward)])
+        [[alone, _]] = SingleCalls(GivenLogits(table), 1).serve([(0, str(number), forward)])
         assert together[number][0] == alone
 
 
-def test_forbidden_ids_leave_the_choice_and_others_the_confidence() -> None:
-    table = random_table()
+def test_forbidden_tokens_are_not_drawn_or_have_confidence_zero() -> None:
+    """``forbidden`` tokens are not drawn. ``confidence_forbidden`` tokens are drawn with confidence 0."""
+    table = make_random_table()
     best = int(table[3].topk(VOCAB).indices[[int(i) not in (PAD, MASK) for i in table[3].topk(VOCAB).indices]][0])
     plain = read(table, GREEDY, [3])
     assert plain.tokens == [best]
@@ -249,7 +269,7 @@ def test_forbidden_ids_leave_the_choice_and_others_the_confidence() -> None:
 
 @pytest.mark.parametrize(("confidence", "temperature"), [("tempered", 0.7), ("filtered", 1.0)])
 def test_statistics_describe_the_distribution_that_confidence_names(confidence: str, temperature: float) -> None:
-    table = random_table()
+    table = make_random_table()
     how = Draw(sampling=SamplingParams(temperature=0.7, top_k=4), confidence=confidence)  # type: ignore[arg-type]
     readings = {name: read(table, replace(how, statistic=name), [3, 4, 5]) for name in get_args(Statistic)}
     reading = readings["margin"]
@@ -308,18 +328,18 @@ def test_broken_logits_give_an_allowed_token_and_a_probability(
 
 def test_rows_that_draw_differently_share_a_call() -> None:
     branch = Branch(tokens=[3, 4, 5, 6], positions=[0, 1, 2, 3], draft_at=range(4), score_at=[(1, 4)])
-    greedy = Serving(HashModel(4), 1).serve([(0, "", Forward(phase="", branches=(branch,), draw=GREEDY))])[0][0]
+    greedy = SingleCalls(HashModel(4), 1).serve([(0, "", Forward(phase="", branches=(branch,), draw=GREEDY))])[0][0]
     draws = [
         GREEDY,
         Draw(sampling=SamplingParams(temperature=9.0, seed=1), round=3),
         Draw(sampling=SamplingParams(), forbidden=tuple(greedy.tokens[1:])),
     ]
-    executor = Serving(HashModel(4), 3)
+    executor = SingleCalls(HashModel(4), 3)
     forwards = [(i, f"p{i}", Forward(phase="", branches=(branch,), draw=draws[i])) for i in range(3)]
     together = executor.serve(forwards)
     assert executor.output.num_calls == 1
     for i, request in enumerate(forwards):
-        assert Serving(HashModel(4), 3).serve([request])[0] == together[i]
+        assert SingleCalls(HashModel(4), 3).serve([request])[0] == together[i]
     assert len({tuple(reading[0].tokens) for reading in together}) == 3
     assert len({tuple(reading[0].scores) for reading in together}) == 1
 
@@ -338,7 +358,7 @@ def test_noise_is_a_function_of_seed_prompt_round_and_position(change: dict[str,
         values = {"sampling": SamplingParams(temperature=3.0, seed=1), "round": 3, **options}
         branch = Branch(tokens=[3] * 12, positions=range(first, first + 12), draft_at=range(12), shift=shift)
         forward = Forward(phase="", branches=(branch,), draw=Draw(**values), cached=False)
-        return Serving(GivenLogits(torch.zeros(VOCAB, VOCAB)), 1).serve([(0, prompt_id, forward)])[0][0].tokens
+        return SingleCalls(GivenLogits(torch.zeros(VOCAB, VOCAB)), 1).serve([(0, prompt_id, forward)])[0][0].tokens
 
     assert (tokens(**change) == tokens()) == same
     assert tokens(prompt_id="q") != tokens()

@@ -28,7 +28,7 @@ from refusion_lit.decoding import (
 )
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from support.example_counts import examples
-from support.fakes import SPECIAL, HashModel, OracleModel, oracle_text
+from support.fakes import MASK, SPECIAL, HashModel, OracleModel, oracle_text
 from support.scripted import NEXT_TOKEN, Scripted, decode_one_prompt, make_prompts
 
 NOT_COMMITTED = r"^decoder: .*\[.*\] at \[.*expected ids below \d+"
@@ -44,15 +44,24 @@ def test_text_ends_at_its_first_end_or_at_the_budget() -> None:
     assert (row.num_tokens, row.finish_reason) == (5, "length")
 
 
-@pytest.mark.parametrize(("script", "num_left"), [(((0, 1), (3,)), 2), (((1, 2, 3, 4),), 0), (((0, 3, 4),), 1)])
-def test_unfinished_work_is_reported(script: tuple[tuple[int, ...], ...], num_left: int) -> None:
+@pytest.mark.parametrize(
+    ("script", "num_tokens"),
+    [
+        pytest.param(((0, 1), (3,)), 2, id="place 2 stays masked"),
+        pytest.param(((1, 2, 3, 4),), 0, id="place 0 stays masked"),
+        pytest.param(((0, 3, 4),), 1, id="places 1 and 2 stay masked"),
+    ],
+)
+def test_a_decoder_that_leaves_masks_is_reported_and_its_text_ends_before_them(
+    script: tuple[tuple[int, ...], ...], num_tokens: int
+) -> None:
     with pytest.warns(UserWarning, match="p0: Scripted left masks"):
         row = decode_one_prompt(Scripted(script=script), 5)
     assert row.finish_reason == "unfinished"
-    assert row.num_tokens == num_left
+    assert row.num_tokens == num_tokens
 
 
-def test_masks_after_an_end_are_no_unfinished_work() -> None:
+def test_masks_after_an_eos_token_are_no_unfinished_work() -> None:
     assert decode_one_prompt(Scripted(script=((0, 1, 2),)), 9, end=4).finish_reason == "eos"
 
 
@@ -78,11 +87,19 @@ def test_a_schedule_may_commit_nothing_within_its_bound() -> None:
         decode_one_prompt(Scripted(script=script, schedule_length=2), 2)
 
 
-@pytest.mark.parametrize(("place", "token"), [(0, "mask"), (-1, 5), (4, 5), (0, -3), (0, 99_999)])
-def test_masks_and_unknown_ids_are_not_committed_nor_places_outside_the_canvas(place: int, token: Any) -> None:
+@pytest.mark.parametrize(
+    ("place", "token"),
+    [
+        pytest.param(0, MASK, id="mask"),
+        pytest.param(-1, 5, id="place before the canvas"),
+        pytest.param(4, 5, id="place after the canvas"),
+        pytest.param(0, -3, id="negative id"),
+        pytest.param(0, 99_999, id="id beyond the vocabulary"),
+    ],
+)
+def test_masks_and_unknown_ids_are_not_committed_nor_places_outside_the_canvas(place: int, token: int) -> None:
     (prompt,) = make_prompts(1)
     state = RowState(prompt, SamplingParams(max_new_tokens=4), SPECIAL)
-    token = state.special_tokens.mask_token_id if token == "mask" else token
     with pytest.raises(ValueError, match=NOT_COMMITTED):
         state.commit([place], [token])
 
@@ -92,15 +109,24 @@ def test_committing_a_place_twice_is_an_error() -> None:
         decode_one_prompt(Scripted(script=((0, 1), (1,))), 3)
     (prompt,) = make_prompts(1)
     state = RowState(prompt, SamplingParams(max_new_tokens=4), SPECIAL)
-    for places, tokens in (([0, 0], [5, 5]), ([0, 1], [5]), ([0, 0, 1], [5, 6])):
+    for places, tokens in [
+        ([0, 0], [5, 5]),  # a place twice
+        ([0, 1], [5]),  # fewer tokens than places
+        ([0, 0, 1], [5, 6]),  # both
+    ]:
         with pytest.raises(ValueError, match=NOT_COMMITTED):
             state.commit(places, tokens)
     assert not state.committed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slipping(Decoder):
-    """Yields what ``request`` makes of a branch over two tokens; begins with ``state`` instead of a canvas."""
+class Faulty(Decoder):
+    """A decoder with a mistake.
+
+    Attributes:
+        request: Makes what ``step`` yields from a correct branch over two tokens.
+        has_state: Whether ``begin`` returns a state, as it must.
+    """
 
     requires = ModelRequirements(attention="causal", predictions=("mask",))
 
@@ -115,6 +141,7 @@ class Slipping(Decoder):
 
 
 def _forward(**changes: Any) -> Callable[[Branch], Forward]:
+    """Return a function that makes a forward pass of a branch with changed fields."""
     draw = Draw(sampling=SamplingParams())
     return lambda branch: Forward(phase="next", branches=(replace(branch, **changes),), draw=draw, cached=False)
 
@@ -122,32 +149,42 @@ def _forward(**changes: Any) -> Callable[[Branch], Forward]:
 @pytest.mark.parametrize(
     ("decoder", "message"),
     [
-        (
-            Slipping(request=_forward(draft_at=[2])),
+        pytest.param(
+            Faulty(request=_forward(draft_at=[2])),
             r"^decoder: .* got 2 tokens at .* and offsets \[2\]",
+            id="draft beyond the branch",
         ),
-        (Slipping(request=_forward(draft_at=[-1])), r"got 2 tokens at .* and offsets \[-1\]"),
-        (Slipping(request=_forward(score_at=[(2, 5)])), r"got 2 tokens at .* and offsets \[1, 2\]"),
-        (
-            Slipping(request=_forward(positions=range(3))),
-            r"got 2 tokens at range\(0, 3\)",
+        pytest.param(
+            Faulty(request=_forward(draft_at=[-1])),
+            r"got 2 tokens at .* and offsets \[-1\]",
+            id="draft before the branch",
         ),
-        (Slipping(request=_forward(positions=range(-1, 1))), r"got 2 tokens at range\(-1, 1\)"),
-        (Slipping(request=lambda _: None), r"^decoder: expected .*Forward.*, got None"),
-        (Slipping(), r"^decoder: expected .*Forward.*, got Branch"),
-        (
-            Slipping(request=lambda _: MoreDrafts(draft_at=([0],), draw=Draw(sampling=SamplingParams()))),
+        pytest.param(
+            Faulty(request=_forward(score_at=[(2, 5)])),
+            r"got 2 tokens at .* and offsets \[1, 2\]",
+            id="score beyond the branch",
+        ),
+        pytest.param(
+            Faulty(request=_forward(positions=range(3))), r"got 2 tokens at range\(0, 3\)", id="too many positions"
+        ),
+        pytest.param(
+            Faulty(request=_forward(positions=range(-1, 1))), r"got 2 tokens at range\(-1, 1\)", id="negative position"
+        ),
+        pytest.param(Faulty(request=lambda _: None), r"^decoder: expected .*Forward.*, got None", id="no request"),
+        pytest.param(Faulty(), r"^decoder: expected .*Forward.*, got Branch", id="a branch instead of a request"),
+        pytest.param(
+            Faulty(request=lambda _: MoreDrafts(draft_at=([0],), draw=Draw(sampling=SamplingParams()))),
             r"^decoder: expected .*MoreDrafts.*, got MoreDrafts\(draft_at=\(\[0\],\)",
+            id="more drafts before any forward pass",
         ),
-        (Slipping(has_state=False), r"^Slipping.begin: expected a RowState, got None"),
+        pytest.param(Faulty(has_state=False), r"^Faulty.begin: expected a RowState, got None", id="no state"),
     ],
 )
-def test_slips_of_ones_own_decoder_are_named(decoder: Decoder, message: str) -> None:
-    """An offset beyond a branch would read the hidden states of the next prompt."""
+def test_mistakes_in_a_users_decoder_are_named(decoder: Decoder, message: str) -> None:
+    """Without the check, an offset beyond a branch would read the hidden states of the next prompt."""
+    model, sampling = OracleModel(oracle_text(None)), SamplingParams(max_new_tokens=3)
     with pytest.raises(ValueError, match=message):
-        decode(
-            OracleModel(oracle_text(None)), decoder, make_prompts(2, 2), SamplingParams(max_new_tokens=3), batch_size=2
-        )
+        decode(model, decoder, make_prompts(2, 2), sampling, batch_size=2)
 
 
 @settings(max_examples=examples(24), deadline=None)
@@ -161,7 +198,8 @@ def test_finished_rows_make_room_and_calls_are_counted(lengths: list[int], batch
     prompts = make_prompts(*lengths)
     output = decode(model, Autoregressive(), prompts, SamplingParams(max_new_tokens=12), batch_size=batch_size)
     assert [row.id for row in output.rows] == [prompt.id for prompt in prompts]
-    # Every call takes one token of each running prompt, and a new prompt in where one has finished.
+    # Replay the queue: every call computes one token of each running prompt, and a waiting prompt takes the place of
+    # a finished prompt.
     running: list[int] = []
     waiting = [row.num_forwards for row in output.rows]
     num_calls = 0
@@ -194,6 +232,8 @@ def test_places_are_committed_in_any_order() -> None:
 
 
 class Recorder(GenerationCallback):
+    """Records what callbacks are given: the final prefix of each prompt after every commit, and the finished text."""
+
     def __init__(self) -> None:
         self.prefixes: dict[int, list[list[int]]] = {}
         self.finished: dict[int, Generation] = {}
@@ -224,12 +264,13 @@ def test_accepted_tokens_are_streamed(batch_size: int) -> None:
         assert len(prefixes) == len(row.round_ratios)
 
 
-def test_a_trace_tells_each_forward() -> None:
+def test_a_trace_has_an_entry_for_each_forward_pass() -> None:
     row = decode_one_prompt(Scripted(script=((3, 1), (), (0, 2)), schedule_length=2), 4, trace=True)
     assert [entry.phase for entry in row.trace] == ["step 0", "step 1", "step 2"]
     assert [entry.shape for entry in row.trace] == row.forward_shapes == [(1, 6)] * 3
     assert [entry.positions for entry in row.trace] == [[5, 3], [], [2, 4]]
-    assert [entry.tokens for entry in row.trace] == [[oracle_text(None)(p) for p in at] for at in ([5, 3], [], [2, 4])]
+    text = oracle_text(None)
+    assert [entry.tokens for entry in row.trace] == [[text(5), text(3)], [], [text(2), text(4)]]
     assert [entry.accepted for entry in row.trace] == [[3, 5], [], [2, 4]]
     assert row.trace[0].probabilities == pytest.approx([0.97, 0.97])
     assert row.round_ratios == [2.0, 1.0]

@@ -1,4 +1,8 @@
-"""How given tokens enter the forwards of each family, and what that costs."""
+"""Templates: how given tokens of a response enter the forward passes of every family, and their cost.
+
+A pattern such as ``ab__c.`` is a template: letters are given tokens of the oracle's text, underscores are holes, and a
+full stop is an EOS token.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +38,12 @@ PROMPT = (3, 4)
 
 
 def make_template(pattern: str, *, start: int = len(PROMPT)) -> tuple[int | None, ...]:
-    """Return the oracle's text, ``None`` where the pattern has an underscore; a full stop is an end of sequence."""
+    """Return the template of a pattern whose first place has position ``start``; ``None`` is a hole."""
     return tuple({"_": None, ".": EOS}.get(c, TEXT(start + i)) for i, c in enumerate(pattern))
 
 
 def run(decoder: Decoder, pattern: str, *, max_new_tokens: int = 16) -> tuple[Generation, OracleModel]:
+    """Fill a template; check that the oracle's text comes out; return the response and the model with its calls."""
     model = OracleModel(TEXT, certainty=lambda place: 0.95 - 1e-6 * place, traits=traits_for(decoder))
     prompt = Prompt(token_ids=PROMPT, id="p", given=make_template(pattern))
     [row] = decode(model, decoder, [prompt], SamplingParams(max_new_tokens=max_new_tokens), trace=True).rows
@@ -47,7 +52,7 @@ def run(decoder: Decoder, pattern: str, *, max_new_tokens: int = 16) -> tuple[Ge
     return row, model
 
 
-def test_refusion_puts_given_tokens_after_the_prompt_at_their_own_positions() -> None:
+def test_refusion_feeds_given_tokens_after_the_prompt_and_before_the_masks() -> None:
     row, model = run(ReFusion(slot_size=2, num_serial_blocks=1), "ab___c_.")
     first = model.calls[0]
     assert first.position_ids[0].tolist() == [0, 1, 2, 3, 7, 9, 4, 5, 6, 8]
@@ -79,7 +84,8 @@ def test_slots_of_unequal_length_are_filled_in_parallel(layout: str, fill: str) 
         assert row.num_forwards == 2 + 6
 
 
-def test_keys_and_values_of_given_tokens_are_those_of_one_causal_pass() -> None:
+def test_given_tokens_are_computed_as_in_a_causal_text_without_the_holes() -> None:
+    """The first draft of the decoder equals the prediction of masks that follow all known tokens."""
     decoder = ReFusion(slot_size=2)
     model = tiny_backbone(traits_for(decoder))
     known = [
@@ -109,14 +115,14 @@ def causal(size: int) -> Tensor:
 @pytest.mark.parametrize(
     ("pattern", "options", "forwards"),
     [
-        ("_" * 4 + "a" * 4 + "_" * 4 + ".", {"block_length": 4}, 8),  # a block without masks takes none
-        ("_aa__aa_.", {"block_length": 4}, 4),
-        ("_aa__aa_.", {"block_length": 4, "steps": 8}, 2),  # half the steps, at the same pace
-        ("_" * 6 + "a" * 6 + ".", {"steps": 4}, 2),
-        ("aaaa____", {"steps": 16, "block_length": None}, 16),  # open end: the number of steps does not change
+        pytest.param("____aaaa____.", {"block_length": 4}, 8, id="a block without masks takes no step"),
+        pytest.param("_aa__aa_.", {"block_length": 4}, 4, id="a step for each mask"),
+        pytest.param("_aa__aa_.", {"block_length": 4, "steps": 8}, 2, id="half the steps, two masks per step"),
+        pytest.param("______aaaaaa.", {"steps": 4}, 2, id="half the masks take half the steps"),
+        pytest.param("aaaa____", {"steps": 16, "block_length": None}, 16, id="without an end, all steps"),
     ],
 )
-def test_llada_steps_at_its_pace_through_masks_only(pattern: str, options: dict[str, int], forwards: int) -> None:
+def test_llada_takes_steps_only_for_masks(pattern: str, options: dict[str, int], forwards: int) -> None:
     row, _ = run(LLaDA(**options), pattern)
     assert row.num_forwards == forwards
 
@@ -126,8 +132,8 @@ def test_llada_steps_at_its_pace_through_masks_only(pattern: str, options: dict[
 def test_fast_dllm_skips_given_blocks(cache: str, shifted: bool) -> None:
     decoder = FastDLLM(block_length=4, threshold=0.5, cache=cache, shifted=shifted)
     row, _ = run(decoder, "____aaaa" + "a___" + "aaaa" + ".")
-    lone_first = shifted and cache != "none"  # the first block's first token comes alone, the other's is given
-    assert row.num_forwards == 2 + lone_first
+    first_alone = shifted and cache != "none"  # a step for the first token of the first block
+    assert row.num_forwards == 2 + first_alone
 
 
 def test_block_diffusion_fixes_tokens_of_its_blocks() -> None:
@@ -169,7 +175,7 @@ def test_a_model_that_always_wants_to_end_fills_holes_and_ends_after_them(decode
     assert (first.num_tokens, first.num_given) == (4, 2)
 
 
-def test_a_decoder_that_does_not_say_that_it_can_refuses() -> None:
+def test_a_decoder_without_support_for_templates_refuses_them() -> None:
     class Newcomer(LLaDA):
         refuses = Decoder.refuses
 
@@ -180,14 +186,23 @@ def test_a_decoder_that_does_not_say_that_it_can_refuses() -> None:
 
 
 @pytest.mark.parametrize("cls", [D2F, FirstHitting, LLaDA, ReFusion, SlotSearch, TokenEditing])
-def test_everything_given_takes_no_forward(cls: type[Decoder]) -> None:
+def test_a_template_without_holes_takes_no_forward_pass(cls: type[Decoder]) -> None:
     row, model = run(cls(), "abc.")
     assert (row.num_forwards, row.num_tokens, row.finish_reason) == (0, 0, "eos")
     assert not model.calls
 
 
-def generation(pattern: str, tokens: list[int], probabilities: list[float], forwards: int) -> tuple[Prompt, Generation]:
-    """Return a prompt with a template and a generation whose gaps were drafted twice: the last drafts count."""
+def make_generation(
+    pattern: str, tokens: list[int], probabilities: list[float], forwards: int
+) -> tuple[Prompt, Generation]:
+    """Return a prompt with a template, and a response as a decoder would return it.
+
+    Args:
+        pattern: The template.
+        tokens: The tokens in the holes.
+        probabilities: Their probabilities in the second draft, which counts; in the first they are 0.01.
+        forwards: Number of forward passes.
+    """
     prompt = Prompt(token_ids=PROMPT, id="p", given=make_template(pattern))
     filled, drafts = [*prompt.given], iter(tokens)
     places = [place for place, token in enumerate(filled) if token is None]
@@ -202,12 +217,13 @@ def generation(pattern: str, tokens: list[int], probabilities: list[float], forw
     return prompt, row
 
 
-def test_a_probe_hides_the_given_tokens_right_of_holes_but_no_end() -> None:
-    prompt, row = generation("a__bc_d_.", [5, 6, 7, 8], [0.5] * 4, 1)
+def test_a_probe_hides_the_given_token_after_each_hole_but_no_eos_token() -> None:
+    """The model's probability of that token tells how well the text in the hole leads on to it."""
+    prompt, row = make_generation("a__bc_d_.", [5, 6, 7, 8], [0.5] * 4, 1)
     expected = [*row.token_ids]
     expected[3] = expected[6] = None  # type: ignore[call-overload]
     assert make_probe(prompt, row, [EOS]).given == tuple(expected)
-    prompt, row = generation("__ab", [5, 6], [0.5] * 2, 1)
+    prompt, row = make_generation("__ab", [5, 6], [0.5] * 2, 1)
     row.token_ids += [4, 4, EOS]
     assert make_probe(prompt, row, [EOS]).given == (5, 6, None, row.token_ids[3])
 
@@ -228,7 +244,8 @@ def test_prompts_that_fill_the_cache_with_several_lengths_are_decoded_to_the_end
 
 
 def test_the_length_that_fits_wins_and_pays_for_all() -> None:
-    samples = [generation("_a.", [5], [0.9], 2), generation("__a.", [5, 6], [0.9, 0.5], 3)]
+    """A hole of unknown length is decoded with several lengths; the response counts the forward passes of all."""
+    samples = [make_generation("_a.", [5], [0.9], 2), make_generation("__a.", [5, 6], [0.9, 0.5], 3)]
     (prompts, rows) = zip(*samples, strict=True)
     probes = [make_probe(prompt, row, [EOS]) for prompt, row in samples]
 

@@ -1,4 +1,4 @@
-"""Requests that come and go while the engine runs: each one's answer is the one that it gets alone."""
+"""Requests that arrive and leave while the engine runs: other requests change no answer. Constraints on tokens."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ MODEL = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt with its own sampling.
+    """A request and its times.
 
     Attributes:
-        arrives: The step before which it is submitted.
-        leaves: Number of steps after which it is aborted; ``None``: never.
+        prompt: The prompt.
+        sampling: The sampling options.
+        arrives: The step before which the request is submitted.
+        leaves: Number of steps after which the request is aborted; ``None``: never.
     """
 
     prompt: Prompt
@@ -59,6 +61,7 @@ def serve(engine: Engine, requests: Sequence[Request]) -> dict[int, Generation]:
 
 
 def check(model: LanguageModel, decoder: Decoder, requests: Sequence[Request], **options: Any) -> None:
+    """Assert that requests in flight together get the answers that they get alone."""
     engine = Engine(model, decoder, 3, DecodingOptions(**options), detokenize=decode_letters)
     with torch.no_grad():
         generations = serve(engine, requests)
@@ -72,7 +75,7 @@ def check(model: LanguageModel, decoder: Decoder, requests: Sequence[Request], *
 
 @st.composite
 def schedules(draw: st.DrawFn, decoder: Decoder, sampling: SamplingParams) -> list[Request]:
-    """Draw requests with lengths, options, stop strings and templates of their own, some with a common beginning."""
+    """Draw requests with various lengths, options, stop strings and templates; some prompts begin alike."""
     common = draw(st.lists(st.integers(3, VOCAB - 1), max_size=4)) * 20
     requests = []
     for number in range(draw(st.integers(2, 7))):
@@ -143,19 +146,20 @@ HIGH = (9, 10, 11, 12)
 """Ids that are ordinary tokens of all fakes."""
 
 
-def only(*ids: int) -> torch.Tensor:
+def allow(*ids: int) -> torch.Tensor:
+    """Return which tokens of the vocabulary are among these ids."""
     return torch.isin(torch.arange(VOCAB), torch.tensor(ids))
 
 
-def begun_by(make: type[ConstraintState], *, left_to_right: bool = False) -> Constraint:
-    return Constraint(begin=lambda _: make(), left_to_right=left_to_right)
+def make_constraint(state: type[ConstraintState], *, left_to_right: bool = False) -> Constraint:
+    return Constraint(begin=lambda _: state(), left_to_right=left_to_right)
 
 
 class Alternating(ConstraintState):
-    """Even places hold low ids, odd places high ones; so no end of sequence is drawn."""
+    """Even places hold low ids, odd places high ids. The EOS token is allowed nowhere."""
 
     def allowed_tokens(self, place: int, before: Sequence[int]) -> torch.Tensor:
-        return only(*(HIGH if place % 2 else LOW))
+        return allow(*(HIGH if place % 2 else LOW))
 
 
 @pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__name__)
@@ -164,7 +168,10 @@ class Alternating(ConstraintState):
 def test_a_constraint_holds_for_every_token(cls: type[Decoder], data: Any, make: Any, temperature: float) -> None:
     decoder, sampling = data.draw(setups(cls))
     sampling = SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=temperature)
-    prompts = [Prompt(token_ids=(3, 4), id="a", constraint=begun_by(Alternating)), Prompt(token_ids=(3, 5), id="b")]
+    prompts = [
+        Prompt(token_ids=(3, 4), id="a", constraint=make_constraint(Alternating)),
+        Prompt(token_ids=(3, 5), id="b"),
+    ]
     model = make(decoder)
     row, free = decode(model, decoder, prompts, sampling, batch_size=2).rows
     state = Alternating()
@@ -173,14 +180,14 @@ def test_a_constraint_holds_for_every_token(cls: type[Decoder], data: Any, make:
     assert free.token_ids == decode(model, decoder, prompts[1:], sampling).rows[0].token_ids
 
 
-class Counting(ConstraintState):
-    """A token may follow smaller ones only, and the highest one ends the response."""
+class Ascending(ConstraintState):
+    """Tokens must grow; the EOS token must follow the highest token, which ``settle`` writes into the third place."""
 
     def allowed_tokens(self, place: int, before: Sequence[int]) -> torch.Tensor | None:
         if len(before) != place or max(before, default=0) >= VOCAB:
-            return None  # after masks of a drafter
+            return None  # a place after a drafter's masks, of which the tokens before are unknown
         larger = [token for token in (*LOW, *HIGH) if token > max(before, default=0)]
-        return only(*larger or [1])
+        return allow(*larger or [1])
 
     def settle(self, place: int, before: Sequence[int], token: int) -> int:
         return HIGH[-1] if place == 2 and token != 1 else token
@@ -189,11 +196,13 @@ class Counting(ConstraintState):
 @pytest.mark.parametrize("cls", [cls for cls in DECODERS if cls.__name__ in ("Autoregressive", "SelfSpeculative")])
 @settings(max_examples=examples(8), deadline=None)
 @given(data=st.data(), make=hash_models(("plain", "ties")), temperature=st.sampled_from([0.0, 1.0]))
-def test_left_to_right_a_constraint_sees_what_is_before(cls: type[Decoder], data: Any, make: Any, temperature: float):
+def test_a_constraint_from_left_to_right_sees_all_tokens_before(
+    cls: type[Decoder], data: Any, make: Any, temperature: float
+) -> None:
     decoder, _ = data.draw(setups(cls))
     model = make(decoder)
     sampling = SamplingParams(max_new_tokens=12, temperature=temperature)
-    prompt = Prompt(token_ids=(3, 4), id="a", constraint=begun_by(Counting, left_to_right=True))
+    prompt = Prompt(token_ids=(3, 4), id="a", constraint=make_constraint(Ascending, left_to_right=True))
     if not decoder.is_left_to_right:
         with pytest.raises(ValueError, match=r"^constraint: expected a decoder .* left to right, got Self"):
             decode(model, decoder, [prompt], sampling)

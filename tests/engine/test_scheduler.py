@@ -1,3 +1,5 @@
+"""The scheduler: prompts that begin alike share cached keys and values, and a bound on the cache limits concurrency."""
+
 from __future__ import annotations
 
 from functools import partial
@@ -33,12 +35,14 @@ NEXT = SamplingParams(max_new_tokens=4)
 
 
 @pytest.fixture(autouse=True)
-def few_tokens_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def share_short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share prefixes from three tokens on, because the prompts of these tests are short."""
     monkeypatch.setattr(scheduler, "MIN_SHARED", 3)
 
 
 @st.composite
-def prompts_with_a_beginning(draw: st.DrawFn) -> list[Prompt]:
+def prompts_with_shared_prefixes(draw: st.DrawFn) -> list[Prompt]:
+    """Draw two to seven prompts that begin with one of at most two texts."""
     ids = st.integers(0, VOCAB - 1)
     beginnings = draw(st.lists(st.lists(ids, min_size=3, max_size=20), min_size=1, max_size=2))
     ends = draw(st.lists(st.tuples(st.sampled_from(beginnings), st.lists(ids, max_size=5)), min_size=2, max_size=7))
@@ -48,21 +52,23 @@ def prompts_with_a_beginning(draw: st.DrawFn) -> list[Prompt]:
 @pytest.mark.parametrize("cls", DECODERS)
 @settings(max_examples=examples(6), deadline=None)
 @given(data=st.data())
-def test_a_prompt_that_shares_is_decoded_as_alone(cls: type[Decoder], data: st.DataObject) -> None:
+def test_sharing_a_prefix_changes_no_text_and_no_count(cls: type[Decoder], data: st.DataObject) -> None:
     decoder, sampling = data.draw(setups(cls))
     sampling = SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=data.draw(temperatures()))
-    make, prompts = data.draw(hash_models()), data.draw(prompts_with_a_beginning())
-    size = data.draw(st.integers(1, 4))
-    shared = decode(make(decoder), decoder, prompts, sampling, batch_size=size)
-    alone = decode(make(decoder), decoder, prompts, sampling, batch_size=size, share_prefixes=False)
-    for one, other in zip(shared.rows, alone.rows, strict=True):
-        assert one.token_ids == other.token_ids
-        assert one.num_forwards == other.num_forwards
-        assert one.num_positions == other.num_positions
-        assert one.forward_shapes == other.forward_shapes
-    assert alone.num_shared == 0
-    if size == 1:
-        assert shared.num_positions + shared.num_shared == alone.num_positions
+    make_model, prompts = data.draw(hash_models()), data.draw(prompts_with_shared_prefixes())
+    batch_size = data.draw(st.integers(1, 4))
+
+    shared = decode(make_model(decoder), decoder, prompts, sampling, batch_size=batch_size)
+    unshared = decode(make_model(decoder), decoder, prompts, sampling, batch_size=batch_size, share_prefixes=False)
+
+    for shared_row, unshared_row in zip(shared.rows, unshared.rows, strict=True):
+        assert shared_row.token_ids == unshared_row.token_ids
+        assert shared_row.num_forwards == unshared_row.num_forwards
+        assert shared_row.num_positions == unshared_row.num_positions
+        assert shared_row.forward_shapes == unshared_row.forward_shapes
+    assert unshared.num_shared == 0
+    if batch_size == 1:
+        assert shared.num_positions + shared.num_shared == unshared.num_positions
     if decoder.requirements().attention == "bidirectional":
         assert shared.num_shared == 0
 
@@ -71,121 +77,138 @@ def texts(output: DecodingOutput) -> list[list[int]]:
     return [row.token_ids for row in output.rows]
 
 
-def run(decoder: Decoder, prompts: list[list[int]], size: int, **options: Any) -> DecodingOutput:
-    prompt_list = [Prompt(token_ids=tuple(ids), id=str(i)) for i, ids in enumerate(prompts)]
-    return decode(HashModel(3, traits=traits_for(decoder)), decoder, prompt_list, NEXT, batch_size=size, **options)
+def make_prompt_list(prompts: list[list[int]]) -> list[Prompt]:
+    """Return prompts with these token ids; a prompt's id is its index."""
+    return [Prompt(token_ids=tuple(ids), id=str(i)) for i, ids in enumerate(prompts)]
 
 
-COMMON = [3 + i * i % 7 for i in range(20)]
+def decode_ids(decoder: Decoder, prompts: list[list[int]], batch_size: int, **options: Any) -> DecodingOutput:
+    """Decode four tokens for each prompt with a hash model."""
+    model = HashModel(3, traits=traits_for(decoder))
+    return decode(model, decoder, make_prompt_list(prompts), NEXT, batch_size=batch_size, **options)
+
+
+PREFIX = [3 + i * i % 7 for i in range(20)]
+"""The 20 tokens with which the prompts of the following tests begin."""
 
 
 @pytest.mark.parametrize(
-    ("decoder", "num_parts"),
+    ("decoder", "num_shareable"),
     [
-        (Autoregressive(), 20),
-        (ReFusion(), 20),
-        (CARD(), 20),
-        (WeDLM(), 20),
-        (SlotSearch(slot_size=2), 20),
-        (BlockDiffusion(block_size=8), 16),
-        (LLaDA(), 0),
+        pytest.param(Autoregressive(), 20, id="Autoregressive"),
+        pytest.param(ReFusion(), 20, id="ReFusion"),
+        pytest.param(CARD(), 20, id="CARD"),
+        pytest.param(WeDLM(), 20, id="WeDLM"),
+        pytest.param(SlotSearch(slot_size=2), 20, id="SlotSearch"),
+        pytest.param(BlockDiffusion(block_size=8), 16, id="BlockDiffusion-whole-blocks-only"),
+        pytest.param(LLaDA(), 0, id="LLaDA-has-no-cache"),
     ],
 )
-@pytest.mark.parametrize("size", [1, 3, 8])
-def test_the_common_part_is_computed_once(decoder: Decoder, num_parts: int, size: int) -> None:
-    prompts = [[*COMMON, i, i + 1, 3, 3, 3] for i in range(5)]
-    assert run(decoder, prompts, size).num_shared == 4 * num_parts
-    assert run(decoder, prompts, size, share_prefixes=False).num_shared == 0
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_the_shared_prefix_is_computed_once(decoder: Decoder, num_shareable: int, batch_size: int) -> None:
+    prompts = [[*PREFIX, i, i + 1, 3, 3, 3] for i in range(5)]
+    assert decode_ids(decoder, prompts, batch_size).num_shared == 4 * num_shareable
+    assert decode_ids(decoder, prompts, batch_size, share_prefixes=False).num_shared == 0
 
 
-def test_the_same_prompt_twice_still_reads_its_last_token() -> None:
-    output = run(Autoregressive(), [COMMON, COMMON], 2)
-    assert output.num_shared == len(COMMON) - 1
+def test_of_two_equal_prompts_the_second_computes_its_last_token() -> None:
+    """The output of the last token predicts the first new token, so the last token cannot come from the cache."""
+    output = decode_ids(Autoregressive(), [PREFIX, PREFIX], 2)
+    assert output.num_shared == len(PREFIX) - 1
     assert texts(output)[0] == texts(output)[1]
 
 
 def make_waiting(*prompts: list[int]) -> list[PromptSequence]:
-    return [PromptSequence(i, Prompt(token_ids=tuple(ids), id=str(i)), NEXT) for i, ids in enumerate(prompts)]
+    """Return sequences of prompts that wait to be decoded."""
+    return [PromptSequence(i, prompt, NEXT) for i, prompt in enumerate(make_prompt_list([*prompts]))]
 
 
-def test_a_prompt_waits_for_one_in_flight_and_others_overtake_it() -> None:
-    waiting = make_waiting([*COMMON, 3], [*COMMON, 4], [9] * 20, [8, 8], [*COMMON, 5])
+def test_a_prompt_waits_until_its_prefix_is_cached_and_other_prompts_overtake_it() -> None:
+    waiting = make_waiting([*PREFIX, 3], [*PREFIX, 4], [9] * 20, [8, 8], [*PREFIX, 5])
     cached: dict[int, tuple[int, ...]] = {}
+
+    # Prompts 1 and 4 begin like prompt 0, whose prefix is not cached yet.
     first = list(admit(waiting, [], cached, 4, Autoregressive()))
-    assert [(one.index, num_shared) for one, num_shared, _ in first] == [(0, 0), (2, 0), (3, 0)]
-    rows = [one for one, _, _ in first]
-    assert list(admit(waiting, rows, cached, 4, Autoregressive())) == []
-    cached |= {one.cache_row: one.prompt.token_ids for one in rows}
-    del rows[1]
-    second = list(admit(waiting, rows, cached, 4, Autoregressive()))
-    assert [(one.index, num_shared) for one, num_shared, _ in second] == [(1, 20), (4, 20)]
-    rows += [one for one, _, _ in second]
-    assert {source for _, _, source in second} <= {rows[0].cache_row, rows[2].cache_row}
-    assert len({one.cache_row for one in rows}) == 4
+    assert [(sequence.index, num_shared) for sequence, num_shared, _ in first] == [(0, 0), (2, 0), (3, 0)]
+    in_flight = [sequence for sequence, _, _ in first]
+    assert list(admit(waiting, in_flight, cached, 4, Autoregressive())) == []
+
+    # All three are cached and prompt 2 is done: there is room for prompts 1 and 4, which copy the prefix.
+    cached |= {sequence.cache_row: sequence.prompt.token_ids for sequence in in_flight}
+    del in_flight[1]
+    second = list(admit(waiting, in_flight, cached, 4, Autoregressive()))
+    assert [(sequence.index, num_shared) for sequence, num_shared, _ in second] == [(1, 20), (4, 20)]
+    in_flight += [sequence for sequence, _, _ in second]
+    assert {source_row for _, _, source_row in second} <= {in_flight[0].cache_row, in_flight[2].cache_row}
+    assert len({sequence.cache_row for sequence in in_flight}) == 4
     assert not waiting
 
 
 def test_a_prompt_that_ends_without_a_forward_blocks_no_other() -> None:
-    waiting = make_waiting(COMMON, COMMON)
+    waiting = make_waiting(PREFIX, PREFIX)
     cached: dict[int, tuple[int, ...]] = {}
     for _ in range(2):
         [(_, num_shared, _)] = admit(waiting, [], cached, 2, Autoregressive())
         assert num_shared == 0
 
 
-def test_prompts_that_follow_each_other_in_a_row_copy_nothing() -> None:
-    waiting = make_waiting(*([*COMMON, i] for i in range(3)))
+def test_with_one_cache_row_the_next_prompt_reuses_the_prefix_in_place() -> None:
+    """The row that the next prompt gets is the row that holds the prefix, so nothing has to be copied."""
+    waiting = make_waiting(*([*PREFIX, i] for i in range(3)))
     cached: dict[int, tuple[int, ...]] = {}
     for i in range(3):
-        [(one, num_shared, source)] = admit(waiting, [], cached, 1, Autoregressive())
-        assert (one.cache_row, source, num_shared) == ((0, 0, 20) if i else (0, -1, 0))
-        cached[0] = one.prompt.token_ids
+        [(sequence, num_shared, source_row)] = admit(waiting, [], cached, 1, Autoregressive())
+        assert sequence.cache_row == 0
+        assert (source_row, num_shared) == ((-1, 0) if i == 0 else (0, 20))
+        cached[0] = sequence.prompt.token_ids
 
 
 @given(st.lists(st.integers(0, 1), max_size=9), st.lists(st.integers(0, 1), max_size=9))
-def test_common_beginnings_are_found(first: list[int], second: list[int]) -> None:
-    num_common = max(n for n in range(1 + min(len(first), len(second))) if first[:n] == second[:n])
-    [(_, num_shared, _)] = admit(make_waiting([5, 6, 7, *first]), [], {0: (5, 6, 7, *second)}, 1, ReFusion())
+def test_the_longest_common_prefix_is_shared(new_end: list[int], cached_end: list[int]) -> None:
+    num_common = 0
+    for new_token, cached_token in zip(new_end, cached_end, strict=False):
+        if new_token != cached_token:
+            break
+        num_common += 1
+    waiting, cached = make_waiting([5, 6, 7, *new_end]), {0: (5, 6, 7, *cached_end)}
+    [(_, num_shared, _)] = admit(waiting, [], cached, 1, ReFusion())
     assert num_shared == 3 + num_common
 
 
 @pytest.mark.parametrize("decoder", [Autoregressive(), ReFusion(slot_size=4)])
 def test_a_real_model_shares_keys_and_values(decoder: Decoder) -> None:
     model = tiny_backbone(HYBRID if isinstance(decoder, ReFusion) else traits_for(decoder))
-    prompts = [Prompt(token_ids=(*COMMON, 3 + i, 4), id=str(i)) for i in range(5)]
+    prompts = [Prompt(token_ids=(*PREFIX, 3 + i, 4), id=str(i)) for i in range(5)]
     sampling = SamplingParams(max_new_tokens=24)
     shared = decode(model, decoder, prompts, sampling, batch_size=3)
     alone = decode(model, decoder, prompts, sampling, share_prefixes=False)
-    assert shared.num_shared == 4 * len(COMMON)
+    assert shared.num_shared == 4 * len(PREFIX)
     assert texts(shared) == texts(alone)
 
 
 @pytest.mark.parametrize("bound", [24, 30, 60, 200, 10_000])
 def test_a_bound_on_the_cache_changes_concurrency_and_no_token(bound: int) -> None:
     lengths = [3, 20, 5, 9, 1, 17, 4]
-    prompts = [[3 + (i * n) % 7 for i in range(n)] for n in lengths]
-    rows: list[tuple[int, int]] = []
+    prompts = make_prompt_list([[3 + (i * n) % 7 for i in range(n)] for n in lengths])
+    decoder = Autoregressive()
+    cache_sizes: list[int] = []
 
-    class Recorded(HashModel):
+    class CacheRecorder(HashModel):
+        """Records the number of cache entries of every call."""
+
         def hidden_states(self, *args: Any, **options: Any) -> Any:
             hidden = super().hidden_states(*args, **options)
-            rows.append((args[3].num_rows, args[3].num_keys))
+            cache = args[3]
+            cache_sizes.append(cache.num_rows * cache.num_keys)
             return hidden
 
-    prompt_list = [Prompt(token_ids=tuple(ids), id=str(i)) for i, ids in enumerate(prompts)]
-    bounded = decode(
-        Recorded(3, traits=traits_for(Autoregressive())),
-        Autoregressive(),
-        prompt_list,
-        NEXT,
-        batch_size=4,
-        max_cache_tokens=bound,
-    )
-    assert all(num_rows * num_keys <= bound for num_rows, num_keys in rows)
-    assert texts(bounded) == texts(
-        decode(HashModel(3, traits=traits_for(Autoregressive())), Autoregressive(), prompt_list, NEXT)
-    )
-    assert [row.id for row in bounded.rows] == [prompt.id for prompt in prompt_list]
+    model = CacheRecorder(3, traits=traits_for(decoder))
+    bounded = decode(model, decoder, prompts, NEXT, batch_size=4, max_cache_tokens=bound)
+    unbounded = decode(HashModel(3, traits=traits_for(decoder)), decoder, prompts, NEXT)
+
+    assert max(cache_sizes) <= bound
+    assert texts(bounded) == texts(unbounded)
+    assert [row.id for row in bounded.rows] == [prompt.id for prompt in prompts]
 
 
 def test_a_bound_below_the_longest_prompt_is_refused_before_work_starts() -> None:
@@ -216,8 +239,8 @@ def test_running_out_of_memory_names_the_options_to_lower() -> None:
         decode(Full(3, traits=traits_for(Autoregressive())), Autoregressive(), prompts, NEXT, batch_size=7)
 
 
-class Interrupting(HashModel):
-    """Is interrupted at its last call."""
+class InterruptedModel(HashModel):
+    """Raises KeyboardInterrupt when ``calls_left`` reaches zero."""
 
     calls_left = 1000
 
@@ -230,7 +253,7 @@ class Interrupting(HashModel):
 
 @pytest.mark.parametrize("decoder", [Autoregressive(), ReFusion(slot_size=4), LLaDA()])
 def test_turns_of_a_conversation_compute_only_what_is_new(decoder: Decoder) -> None:
-    model, kept = Interrupting(3, traits=traits_for(decoder)), KeptCache()
+    model, kept = InterruptedModel(3, traits=traits_for(decoder)), KeptCache()
     text = [3 + i % 5 for i in range(12)]
     num_shared, lengths = [], []
     for turn in range(4):
@@ -252,7 +275,7 @@ def test_turns_of_a_conversation_compute_only_what_is_new(decoder: Decoder) -> N
 
 def test_autocast_gets_a_cache_of_its_own_and_other_modes_do_not() -> None:
     model, kept, decoder = tiny_backbone(traits_for(Autoregressive())), KeptCache(), Autoregressive()
-    prompt, shared = [Prompt(token_ids=tuple(COMMON), id="p")], []
+    prompt, shared = [Prompt(token_ids=tuple(PREFIX), id="p")], []
     modes = [torch.inference_mode, torch.no_grad, partial(torch.autocast, "cpu", torch.bfloat16)]
     for mode in modes:
         with mode():
@@ -262,10 +285,15 @@ def test_autocast_gets_a_cache_of_its_own_and_other_modes_do_not() -> None:
 
 def test_another_decoder_or_number_of_rows_gets_a_cache_of_its_own() -> None:
     model, kept = HashModel(3), KeptCache()
-    prompts = [Prompt(token_ids=tuple(COMMON), id=str(i)) for i in range(2)]
-    for decoder, number, expected in [
-        (ReFusion(slot_size=4), 1, 0), (ReFusion(slot_size=4), 1, 20), (ReFusion(slot_size=2), 1, 0),
-        (RecomputeKV(slot_size=2), 1, 0), (ReFusion(slot_size=2), 1, 0), (ReFusion(slot_size=2), 2, 20),
-    ]:  # fmt: skip
-        output = decode(model, decoder, prompts[:number], NEXT, batch_size=2, kept=kept)
-        assert output.num_shared == expected
+    prompts = [Prompt(token_ids=tuple(PREFIX), id=str(i)) for i in range(2)]
+    # The calls in order: decoder, number of prompts, and the number of tokens that the kept cache saves.
+    for decoder, num_prompts, num_shared in [
+        (ReFusion(slot_size=4), 1, 0),
+        (ReFusion(slot_size=4), 1, 20),
+        (ReFusion(slot_size=2), 1, 0),  # another option
+        (RecomputeKV(slot_size=2), 1, 0),  # another decoder
+        (ReFusion(slot_size=2), 1, 0),
+        (ReFusion(slot_size=2), 2, 20),  # a new cache of two rows; the second prompt shares with the first
+    ]:
+        output = decode(model, decoder, prompts[:num_prompts], NEXT, batch_size=2, kept=kept)
+        assert output.num_shared == num_shared

@@ -44,7 +44,8 @@ def test_text_is_cut_after_the_first_stop_string(batch_size: int) -> None:
     assert num_stopped >= 1
 
 
-def test_a_stop_string_counts_only_in_the_final_left_part() -> None:
+def test_a_stop_string_counts_only_if_all_tokens_before_it_are_committed() -> None:
+    """The decoder commits places out of order: 4 and 5, then 0, then 2 and 3, then 1."""
     target = oracle_text(None)
     text = decode_letters([target(2 + i) for i in range(6)])
     decoder = Scripted(script=((4, 5), (0,), (2, 3), (1,)))
@@ -56,7 +57,7 @@ def test_a_stop_string_counts_only_in_the_final_left_part() -> None:
     assert (row.num_tokens, row.num_forwards, row.finish_reason) == (1, 2, "stop")
 
 
-def test_a_response_that_is_given_as_a_whole_ends_at_stop_strings_too() -> None:
+def test_a_template_without_holes_ends_at_stop_strings_too() -> None:
     decoder = ReFusion(slot_size=2, num_serial_blocks=1)
     sampling = SamplingParams(max_new_tokens=2, stop=(decode_letters([6, 7]),))
     results = []
@@ -67,7 +68,7 @@ def test_a_response_that_is_given_as_a_whole_ends_at_stop_strings_too() -> None:
     assert results[0] == results[1] == ([5, 6, 7], decode_letters([5]), "stop")
 
 
-def test_a_stop_string_may_end_a_traced_row_whose_drafts_are_not_all_read() -> None:
+def test_a_trace_works_if_a_stop_string_ends_a_text_before_all_drafts_are_read() -> None:
     target = oracle_text(None)
     decoder = ReFusion(slot_size=4, num_serial_blocks=1, selection="top_k", k=1)
     sampling = SamplingParams(max_new_tokens=12, stop=(decode_letters([target(2)]),))
@@ -78,11 +79,18 @@ def test_a_stop_string_may_end_a_traced_row_whose_drafts_are_not_all_read() -> N
     assert row.trace[1].accepted == [2, 3, 4, 5]
 
 
-def test_the_final_left_part() -> None:
+def begin_with_long_canvas() -> RowState:
+    """Return the state of a response of at most five tokens, whose canvas has seven places."""
     state = Scripted(script=()).begin(make_prompts(1)[0], SamplingParams(max_new_tokens=5), SPECIAL)
-    state.tokens += [MASK, MASK]  # a canvas longer than the budget
+    state.tokens += [MASK, MASK]
     state.is_masked += [True, True]
     state.commit_rounds += [0, 0]
+    return state
+
+
+def test_the_final_prefix_ends_at_the_first_eos_token() -> None:
+    """``final_prefix`` is the text up to the first masked place or the end: the tokens that can be streamed."""
+    state = begin_with_long_canvas()
     assert state.final_prefix() == []
     assert not state.prefix_ends
     state.commit([1, 2], [5, EOS])
@@ -91,10 +99,10 @@ def test_the_final_left_part() -> None:
     assert state.final_prefix() == [4, 5, EOS]
     assert state.prefix_ends
     assert state.num_committed == 3
-    state = Scripted(script=()).begin(make_prompts(1)[0], SamplingParams(max_new_tokens=5), SPECIAL)
-    state.tokens += [MASK, MASK]
-    state.is_masked += [True, True]
-    state.commit_rounds += [0, 0]
+
+
+def test_the_final_prefix_is_at_most_as_long_as_the_budget() -> None:
+    state = begin_with_long_canvas()
     state.commit([0, 1, 2], [4, 5, 6])
     assert not state.prefix_ends
     state.commit([3, 4], [7, 8])
@@ -107,7 +115,7 @@ def test_the_final_left_part() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OneByOne(Decoder):
-    """As a newcomer writes it: commits the next token, and says nothing of an end."""
+    """A decoder as a newcomer writes it: it commits the next token and does not look for the end of the text."""
 
     requires = ModelRequirements(attention="causal", predictions=("mask",))
 

@@ -1,4 +1,4 @@
-"""The harness's adapter, with the harness's own task machinery on local files."""
+"""The adapter for lm-evaluation-harness, run by the harness on tasks of local files."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_no_more_tokens_than_asked_for(adapter: RefusionLitModel, data: dict[str
     assert [len(text) for text in _answers(results)] == [9, 9, 9]
 
 
-def test_prompts_share_calls_and_nothing_else(data: dict[str, object]) -> None:
+def test_a_larger_batch_takes_fewer_calls_and_changes_no_answer(data: dict[str, object]) -> None:
     output, calls = {}, {}
     for batch_size in (1, 3):
         model = refusion_lit.load(MODEL)
@@ -235,7 +235,7 @@ def test_several_processes_are_refused_before_the_model_is_loaded(
 def test_estimates_that_a_model_cannot_give_are_refused() -> None:
     backbone = refusion_lit.load(MODEL).backbone
     for name in ("autoregressive", "monte_carlo_masked"):
-        check_likelihood(backbone, name)  # a directory that does not say what it was trained for
+        check_likelihood(backbone, name)  # a model without traits
     backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
     check_likelihood(backbone, "monte_carlo_masked")
     with pytest.raises(ValueError, match="expects a model trained for next_token, got one trained for mask, next_tok"):
@@ -282,7 +282,7 @@ def test_rolling_windows_score_all_tokens_once(
     assert read == [512] * len(windows), "also the last window fills the context"
 
 
-def test_what_cannot_be_decoded_is_refused_before_anything_is(
+def test_a_length_that_the_decoder_cannot_have_is_refused_before_any_decoding(
     adapter: RefusionLitModel, data: dict[str, object]
 ) -> None:
     adapter.decoder = ReFusion(slot_size=4, num_serial_blocks=2)

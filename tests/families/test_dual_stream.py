@@ -1,4 +1,8 @@
-"""The dual-stream objective against a slow reference, and against what its decoder sees."""
+"""The dual-stream objective against a slow reference and against WeDLM, its decoder.
+
+A row has two copies of the text: the prediction stream, in which the masked tokens of a block follow its clean tokens,
+and the memory stream, which is clean and in text order.
+"""
 
 from __future__ import annotations
 
@@ -70,15 +74,16 @@ def test_streams_are_causal_and_masks_see_earlier_clean_blocks(num_tokens: int, 
     for row, length in enumerate(lengths):
         for query in range(2 * num_tokens):
             for key in range(2 * num_tokens):
-                place, other = query % num_tokens, key % num_tokens
+                query_place, key_place = query % num_tokens, key % num_tokens
+                query_block, key_block = query_place // block_size, key_place // block_size
                 from_memory, to_memory = query >= num_tokens, key >= num_tokens
                 if from_memory:
-                    allowed = to_memory and other <= place
+                    allowed = to_memory and key_place <= query_place
                 elif to_memory:
-                    allowed = other // block_size < place // block_size
+                    allowed = key_block < query_block
                 else:
-                    allowed = other // block_size == place // block_size and other <= place
-                assert mask[row, query, key].item() == (allowed and other < length) or query == key
+                    allowed = key_block == query_block and key_place <= query_place
+                assert mask[row, query, key].item() == (allowed and key_place < length) or query == key
 
 
 @pytest.mark.parametrize("num_known", [1, 3, 9, 16])

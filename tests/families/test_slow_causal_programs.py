@@ -31,17 +31,20 @@ BUDGETS = st.one_of(st.none(), st.integers(0, 12))
 THINK_END = WORDS[4]
 Text = tuple[int, ...]
 Run = tuple[list[int], int]
-"""A text up to its first EOS, and the number of forwards."""
+"""A text up to its first EOS token, and the number of forward passes."""
 
 
 def run(model: Backbone, decoder: Decoder, prompts: list[Text], length: int) -> list[Run]:
+    """Decode prompts with the package's decoder, three at a time."""
     batch = [Prompt(token_ids=tokens, id=str(i)) for i, tokens in enumerate(prompts)]
     rows = decode(model, decoder, batch, SamplingParams(max_new_tokens=length), batch_size=3).rows
     return [(row.token_ids, row.num_forwards) for row in rows]
 
 
 def read(model: Backbone, context: list[int], block: list[int], segments: list[int] | None = None) -> Tensor:
-    """Return log-probabilities behind a context; the block sees all of itself, the context is causal.
+    """Return log-probabilities (token, vocabulary) of a context and a block of masks after it.
+
+    The tokens of the block see the context and all of the block.
 
     Args:
         model: The model.
@@ -55,8 +58,8 @@ def read(model: Backbone, context: list[int], block: list[int], segments: list[i
     return compute(model, tokens, [*range(len(tokens))], order[:, None] >= order)
 
 
-def stride(model: Backbone, prompt: Text, length: int, *, size: int, num_verified: int | None) -> Run:
-    """Verify drafts and make the next drafts in one forward; everything is causal."""
+def decode_in_strides(model: Backbone, prompt: Text, length: int, *, size: int, num_verified: int | None) -> Run:
+    """Verify drafts and make the next drafts in one forward pass; all attention is causal."""
     text = [int(read(model, [*prompt], [])[-1].argmax())]
     num_forwards, is_first = 1, True
     drafts: list[int] = []
@@ -95,7 +98,17 @@ def is_complete(text: list[int], length: int) -> bool:
 def fill_blocks(
     model: Backbone, prompt: Text, length: int, *, size: int, threshold: float | None, causal: bool, budget: int | None
 ) -> Run:
-    """Denoise blocks of masks behind the text, and read each full block once more for the next one."""
+    """Fill blocks of masks after the text; a forward pass reads each full block again, for the next block.
+
+    Args:
+        model: The model.
+        prompt: The prompt.
+        length: Maximum number of new tokens.
+        size: Size of a block.
+        threshold: Probability from which all masks are filled; otherwise the surest mask is filled.
+        causal: Whether the text before a block is causal; otherwise tokens see their whole block.
+        budget: Maximum number of tokens before the end of thinking, which is then written.
+    """
     text: list[int] = []
     num_forwards = 0
     while not is_complete(text, length):
@@ -119,7 +132,7 @@ def fill_blocks(
 
 
 def speculate(model: Backbone, prompt: Text, length: int, *, size: int, threshold: float, budget: int | None) -> Run:
-    """Draft a block that sees all of itself, and verify it causally."""
+    """Draft a block whose tokens see each other, and verify the block with causal attention."""
     text = [int(read(model, [*prompt], [])[-1].argmax())]
     num_forwards = 1
     while not is_complete(text, length):
@@ -146,13 +159,16 @@ def speculate(model: Backbone, prompt: Text, length: int, *, size: int, threshol
     num_verified=st.one_of(st.none(), st.integers(0, 7)),
 )  # fmt: skip
 @torch.no_grad()
-def test_strides(model: Backbone, prompts: list[Text], length: int, size: int, num_verified: int | None) -> None:
+def test_introspective_strides_equal_the_slow_program(
+    model: Backbone, prompts: list[Text], length: int, size: int, num_verified: int | None
+) -> None:
     decoder = IntrospectiveStrided(stride=size, num_verified=num_verified)
-    expected = [stride(model, prompt, length, size=size, num_verified=num_verified) for prompt in prompts]
+    expected = [decode_in_strides(model, prompt, length, size=size, num_verified=num_verified) for prompt in prompts]
     assert run(model, decoder, prompts, length) == expected
 
 
-def budget_options(budget: int | None) -> dict[str, Any]:
+def make_budget_options(budget: int | None) -> dict[str, Any]:
+    """Return the decoder's options for a budget of thinking tokens."""
     return {} if budget is None else {"max_thinking_tokens": budget, "end_think_token_id": THINK_END}
 
 
@@ -162,13 +178,13 @@ def budget_options(budget: int | None) -> dict[str, Any]:
     threshold=st.one_of(st.none(), THRESHOLDS), causal=st.booleans(), budget=BUDGETS,
 )  # fmt: skip
 @torch.no_grad()
-def test_blocks_behind_causal_text(
+def test_causal_block_diffusion_equals_the_slow_program(
     model: Backbone, prompts: list[Text], length: int, size: int, threshold: float | None, causal: bool,
     budget: int | None,
 ) -> None:  # fmt: skip
     rule = {"threshold": threshold, "size": size, "causal": causal, "budget": budget}
     decoder = CausalBlockDiffusion(
-        block_size=size, threshold=threshold, causal_context=causal, **budget_options(budget)
+        block_size=size, threshold=threshold, causal_context=causal, **make_budget_options(budget)
     )
     expected = [fill_blocks(model, prompt, length, **rule) for prompt in prompts]
     assert run(model, decoder, prompts, length) == expected
@@ -180,9 +196,9 @@ def test_blocks_behind_causal_text(
     threshold=st.one_of(st.just(0.0), THRESHOLDS), budget=BUDGETS,
 )  # fmt: skip
 @torch.no_grad()
-def test_drafted_blocks_that_are_verified(
+def test_linear_speculation_equals_the_slow_program(
     model: Backbone, prompts: list[Text], length: int, size: int, threshold: float, budget: int | None
 ) -> None:
-    decoder = LinearSpeculation(block_size=size, threshold=threshold, **budget_options(budget))
+    decoder = LinearSpeculation(block_size=size, threshold=threshold, **make_budget_options(budget))
     expected = [speculate(model, prompt, length, size=size, threshold=threshold, budget=budget) for prompt in prompts]
     assert run(model, decoder, prompts, length) == expected

@@ -42,7 +42,7 @@ def decode_batch(model: Backbone, decoder: Decoder, prompts: list[Text], length:
 
 
 def read_masks(model: Backbone, text: dict[int, int], masks: list[int]) -> Tensor:
-    """Return log-probabilities at masks, which stand behind all known tokens."""
+    """Return log-probabilities (mask, vocabulary) at masks, which follow all known tokens in the causal order."""
     order = [*sorted(text), *masks]
     tokens = [text.get(place, MASK) for place in order]
     visible = torch.ones(len(order), len(order), dtype=torch.bool).tril()
@@ -52,7 +52,11 @@ def read_masks(model: Backbone, text: dict[int, int], masks: list[int]) -> Tenso
 def slide(
     model: Backbone, prompt: Text, length: int, *, size: int, threshold: float | None, penalty: float
 ) -> tuple[list[int], int]:
-    """Fill masks of a window that reaches ``size`` places from its first mask; entropies plus distances decide."""
+    """Decode with WeDLM's sliding window, which reaches ``size`` places from the first mask.
+
+    A forward pass fills the masks whose entropy plus ``penalty`` times the distance from the first mask is below the
+    threshold, or else the mask with the lowest sum.
+    """
     text, num_forwards, start = dict(enumerate(prompt)), 0, len(prompt)
     while True:
         first = next(place for place in count(start) if place not in text)
@@ -74,7 +78,11 @@ def slide(
 def fill_blocks(
     model: Backbone, prompt: Text, length: int, *, size: int, threshold: float | None, temperature: float
 ) -> tuple[list[int], int]:
-    """Complete blocks one after another; probabilities of logits over a temperature decide."""
+    """Decode with WeDLM's blocks, one after another.
+
+    A forward pass fills the masks whose probability (of logits divided by the temperature) reaches the threshold, or
+    else the most probable mask.
+    """
     text, num_forwards, start = dict(enumerate(prompt)), 0, len(prompt)
     for begin in range(start, start + length, size):
         block = range(begin, min(begin + size, start + length))
@@ -97,7 +105,7 @@ def fill_blocks(
     threshold=st.sampled_from([None, 0.3, 1.0, 1.7, 9.0]), penalty=st.sampled_from([0.0, 0.02, 0.3]),
 )  # fmt: skip
 @torch.no_grad()
-def test_a_sliding_window(
+def test_wedlms_sliding_window_equals_the_slow_program(
     model: Backbone, prompts: list[Text], length: int, size: int, threshold: float | None, penalty: float
 ) -> None:
     decoder = WeDLM(window_size=size, entropy_threshold=threshold, position_penalty=penalty)
@@ -112,7 +120,7 @@ def test_a_sliding_window(
     threshold=st.sampled_from([None, 0.0, 0.3, 0.6, 0.9]), temperature=st.sampled_from([0.25, 0.5, 1.0, 1.5, 4.0]),
 )  # fmt: skip
 @torch.no_grad()
-def test_blocks_by_confidence(
+def test_wedlms_blocks_equal_the_slow_program(
     model: Backbone, prompts: list[Text], length: int, size: int, threshold: float | None, temperature: float
 ) -> None:
     options = {"confidence_threshold": threshold, "confidence_temperature": temperature}

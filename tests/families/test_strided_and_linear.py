@@ -45,7 +45,7 @@ def texts(decoder: Decoder, traits: ModelTraits, seed: int, sampling: SamplingPa
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("decoder", EXACT, ids=repr)
-def test_the_text_is_the_sequential_decoders_also_with_a_temperature(decoder: Decoder, temperature: float) -> None:
+def test_the_text_equals_the_text_of_sequential_decoding(decoder: Decoder, temperature: float) -> None:
     traits = traits_for(decoder)
     for seed in range(4):
         sampling = SamplingParams(max_new_tokens=17, temperature=temperature, seed=seed)
@@ -54,17 +54,23 @@ def test_the_text_is_the_sequential_decoders_also_with_a_temperature(decoder: De
 
 Text = tuple[int, ...]
 WORDS: tuple[int, ...] = (EOS, 3, 4)
+"""The vocabulary of the following test, which enumerates all texts."""
 
 
-def next_token_shares(context: Text) -> dict[int, float]:
-    """Return a distribution that depends on every token of the context."""
+def next_token_probabilities(context: Text) -> dict[int, float]:
+    """Return a distribution over ``WORDS`` that depends on every token of the context."""
     weights = [random.Random(repr((context, word))).uniform(0.05, 1) ** 3 for word in WORDS]
     return {word: weight / sum(weights) for word, weight in zip(WORDS, weights, strict=True)}
 
 
 def possible_draws(context: Text, proposal: Proposal | None) -> list[tuple[Proposal, float]]:
-    """Return all tokens that may be drawn behind a context, and their probabilities."""
-    p = next_token_shares(context)
+    """Return all tokens that may be drawn after a context, and their probabilities.
+
+    Args:
+        context: The tokens before.
+        proposal: A drafted token, which rejection sampling keeps with probability min(1, p / q).
+    """
+    p = next_token_probabilities(context)
     draws: dict[int, float] = dict(p)
     if proposal is not None:
         q = dict(zip(WORDS, proposal.probabilities.tolist(), strict=True))
@@ -76,8 +82,13 @@ def possible_draws(context: Text, proposal: Proposal | None) -> list[tuple[Propo
     return [(Proposal(word, distribution), share) for word, share in draws.items() if share > 0]
 
 
-def run_with(decoder: Decoder, sampling: SamplingParams, answers: list[Reading]) -> tuple[Text, list[Any]]:
-    """Decode with given readings; return the text and, if they do not suffice, what may be drawn next."""
+def decode_with(decoder: Decoder, sampling: SamplingParams, answers: list[Reading]) -> tuple[Text, list[Any]]:
+    """Decode with given readings of the first forward passes.
+
+    Returns:
+        The text, and an empty list; or an empty text and, for each place that the next forward pass reads, all tokens
+        that may be drawn there.
+    """
     state, following = decoder.begin(PROMPTS[0], sampling, SPECIAL), iter(answers)
     branch = Branch(tokens=(), positions=())
     while not state.prefix_ends:
@@ -106,32 +117,38 @@ def test_rejection_sampling_gives_every_text_its_probability(stride: int) -> Non
     """All draws are enumerated, so that the probabilities of texts are exact."""
     decoder = IntrospectiveStrided(stride=stride, coupling="rejection")
     sampling = SamplingParams(max_new_tokens=5, temperature=1.0)
-    shares: dict[Text, float] = defaultdict(float)
+
+    # Decode with every sequence of draws; a sequence that ends too early is extended by every possible draw.
+    probabilities: dict[Text, float] = defaultdict(float)
     waiting: list[tuple[list[Reading], float]] = [([], 1.0)]
     while waiting:
-        answers, share = waiting.pop()
-        text, draws = run_with(decoder, sampling, answers)
+        answers, probability = waiting.pop()
+        text, draws = decode_with(decoder, sampling, answers)
         if not draws:
-            shares[text] += share
-        for drawn in product(*draws) if draws else ():
+            probabilities[text] += probability
+            continue
+        for drawn in product(*draws):
             proposals = [proposal for proposal, _ in drawn]
             reading = Reading(tokens=[proposal.token for proposal in proposals], proposals=proposals)
-            waiting.append(([*answers, reading], share * math.prod(each for _, each in drawn)))
+            probability_of_draws = math.prod(probability for _, probability in drawn)
+            waiting.append(([*answers, reading], probability * probability_of_draws))
+
+    # Sequential decoding, token by token.
     expected: dict[Text, float] = {(): 1.0}
     for _ in range(sampling.max_new_tokens):
-        expected = {
-            longer: share * more
-            for text, share in expected.items()
-            for longer, more in (
-                [(text, 1.0)]
-                if EOS in text
-                else [((*text, w), p) for w, p in next_token_shares((*PROMPTS[0].token_ids, *text)).items()]
-            )
-        }
-    assert dict(shares) == pytest.approx(expected, abs=1e-12)
+        longer: dict[Text, float] = {}
+        for text, probability in expected.items():
+            if EOS in text:
+                longer[text] = probability
+                continue
+            for word, next_probability in next_token_probabilities((*PROMPTS[0].token_ids, *text)).items():
+                longer[*text, word] = probability * next_probability
+        expected = longer
+    assert dict(probabilities) == pytest.approx(expected, abs=1e-12)
 
 
-def test_rejection_sampling_keeps_every_draft_that_is_as_probable_as_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejection_sampling_keeps_all_drafts_of_equal_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If drafts come from the model's own distribution, sampling needs as few forward passes as greedy decoding."""
     same = torch.linspace(0, 3, VOCAB).index_fill(0, torch.tensor([EOS]), -60.0)
     monkeypatch.setattr(HashModel, "logits", lambda _, hidden: same.expand(*hidden.shape[:-1], -1).clone())
     decoder = IntrospectiveStrided(stride=4, coupling="rejection")
@@ -178,8 +195,8 @@ def test_block_diffusion_writes_the_end_of_thinking_at_its_place(size: int, caus
         block_size=size, threshold=None, causal_context=causal, max_thinking_tokens=6, end_think_token_id=9
     )
     for text in texts(decoder, traits_for(decoder), 2, SamplingParams(max_new_tokens=20)):
-        before = text[: 6 // size * size]
-        assert 9 in before or EOS in text[:6] or text[6] == 9
+        whole_blocks = text[: 6 // size * size]
+        assert 9 in whole_blocks or EOS in text[:6] or text[6] == 9
 
 
 def test_linear_speculation_ends_the_thinking_with_the_round_that_exceeds_it() -> None:
@@ -203,7 +220,7 @@ def test_a_mask_does_not_end_the_thinking() -> None:
 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
-    [
+    [  # a published checkpoint, changes of its config, and what the message names
         ("nld-tiny", {"dlm_paradigm": "autoregressive"}, "dlm_paradigm"),
         ("nld-tiny", {"mlp_bias": True}, "mlp_bias"),
         ("nld-tiny", {"rope_parameters": {"rope_type": "yarn"}}, "llama_4_scaling_beta"),
@@ -227,7 +244,8 @@ def test_a_wrong_config_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_the_name_tells_idlm_from_sdar(tmp_path: Path) -> None:
+def test_the_name_of_the_folder_tells_idlm_from_sdar(tmp_path: Path) -> None:
+    """Their configs are alike, so only a folder named like I-DLM's checkpoints gets I-DLM's decoder."""
     for name, decoder in {"I-DLM-8B": "IntrospectiveStrided", "midlm": "BlockDiffusion"}.items():
         shutil.copytree(MODELS["idlm-tiny"], tmp_path / name)
         assert type(refusion_lit.load(tmp_path / name).default_decoder).__name__ == decoder

@@ -1,4 +1,4 @@
-"""UniformDiffusion against transformers' own class on random models, and DiffusionGemma checkpoints at the door."""
+"""UniformDiffusion against transformers' own class on random models; training and loading DiffusionGemma."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from support.published import MODELS
 from support.replayed_canvas import DRAWS, Draws, Replayed
 
 SPECIAL = SpecialTokens(mask_token_id=None, eos_token_ids=(1,), pad_token_id=0, vocab_size=37, draws_padding=True)
-SETTINGS: list[dict[str, Any]] = [
+SETTINGS: list[dict[str, Any]] = [  # options of the decoder, which transformers' generation config names alike
     {"t_min": 0.4, "t_max": 0.8, "entropy_bound": 0.1, "stability_threshold": 1, "confidence_threshold": 0.5},
     {"t_min": 0.1, "t_max": 2.0, "entropy_bound": 2.0, "stability_threshold": 0, "confidence_threshold": 1.0},
     {"t_min": 0.2, "t_max": 0.3, "entropy_bound": 0.5, "stability_threshold": 2, "confidence_threshold": 2.0},
@@ -43,7 +43,7 @@ CHECKPOINT = MODELS["diffusion-gemma-tiny"]
 
 
 def random_config(window: int, canvas_length: int, layer_types: list[str], num_global_heads: int) -> Any:
-    """Return the config of a model of other sizes than the golden checkpoint's."""
+    """Return the config of a tiny DiffusionGemma; all sizes differ from the sizes of the golden checkpoint."""
     text = {
         "vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": len(layer_types),
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
@@ -59,8 +59,8 @@ def random_config(window: int, canvas_length: int, layer_types: list[str], num_g
     )  # fmt: skip
 
 
-def two_models(config: Any) -> tuple[Any, Backbone]:
-    """Return transformers' model with random weights, and a backbone with the same ones."""
+def make_two_models(config: Any) -> tuple[Any, Backbone]:
+    """Return transformers' model and our backbone, with the same random weights."""
     with torch.random.fork_rng():
         torch.manual_seed(11)
         options = {"dtype": torch.float64, "attn_implementation": "sdpa", "experts_implementation": "eager"}
@@ -78,7 +78,12 @@ def two_models(config: Any) -> tuple[Any, Backbone]:
 
 
 def generate_and_record(theirs: Any, ids: list[int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return transformers' text of one prompt, with its random draws and the inputs of its decoder."""
+    """Generate with transformers.
+
+    Returns:
+        The text; the random canvases, first and renoised, in the order in which they were drawn; the sampled canvases;
+        and the canvases that were fed.
+    """
     noise: list[list[int]] = []
     sampled: list[list[int]] = []
     canvases: list[list[int]] = []
@@ -101,12 +106,13 @@ def generate_and_record(theirs: Any, ids: list[int], options: dict[str, Any], mo
         patch.setattr(torch, "randint", record_randint)
         patch.setattr(torch, "multinomial", record_multinomial)
         patch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)  # loads compilers
-        output = theirs.generate(torch.tensor([ids]), generation_config=generation_config(options))
+        output = theirs.generate(torch.tensor([ids]), generation_config=make_generation_config(options))
     hook.remove()
     return output.sequences[0, len(ids) :].tolist(), noise, sampled, canvases
 
 
-def generation_config(options: dict[str, Any]) -> Any:
+def make_generation_config(options: dict[str, Any]) -> Any:
+    """Return transformers' generation config for options of our decoder."""
     rest = {name: value for name, value in options.items() if name not in ("entropy_bound", "num_steps")}
     sampler = {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": options["entropy_bound"]}
     return DiffusionGemmaGenerationConfig(
@@ -123,12 +129,15 @@ def generation_config(options: dict[str, Any]) -> Any:
         (2, 12, ["sliding_attention", "full_attention"], 4),
     ],
 )
-def test_every_canvas_is_transformers(
+def test_every_canvas_equals_transformers(
     options: dict[str, Any], window: int, canvas_length: int, layer_types: list[str], num_global_heads: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Prompts shorter and longer than the window, one at a time there, in a batch here."""
-    theirs, ours = two_models(random_config(window, canvas_length, layer_types, num_global_heads))
+    """Our decoder, given transformers' random draws, feeds the same canvases and gives the same text.
+
+    Prompts are shorter and longer than the window. transformers decodes them one at a time, our engine in a batch.
+    """
+    theirs, ours = make_two_models(random_config(window, canvas_length, layer_types, num_global_heads))
     prompts = [[2, *range(3, 3 + length)] for length in (1, 6, 29)]
     options = {**options, "num_steps": 4}
     limit = 2 * canvas_length
@@ -170,7 +179,10 @@ def test_temperature_multiplies_the_schedule() -> None:
 
 
 def test_training_computes_what_decoding_computes() -> None:
-    """Texts shorter and longer than the window; self-conditioning by the prediction at temperature 1."""
+    """A training batch gives the hidden states of a cached prompt and a canvas after it.
+
+    Texts are shorter and longer than the window. Self-conditioned canvases read the prediction at temperature 1.
+    """
     model = refusion_lit.load(CHECKPOINT, dtype="float64").backbone
     text = torch.randint(0, 24, (4, 40), generator=torch.Generator().manual_seed(0))
     lengths = {"prompt_lengths": torch.tensor([3, 9, 17, 30]), "response_lengths": torch.tensor([37, 3, 20, 10])}
@@ -212,8 +224,8 @@ def test_training_computes_what_decoding_computes() -> None:
             torch.testing.assert_close(states[row, 40:], expected[0], rtol=1e-5, atol=1e-6)
 
 
-class DrawnNoise(KeyedNoise):
-    """Gives the numbers of a dictionary of streams."""
+class GivenNoise(KeyedNoise):
+    """Noise whose streams have given numbers."""
 
     def __init__(self, **streams: torch.Tensor) -> None:
         self._streams = streams
@@ -226,13 +238,13 @@ class DrawnNoise(KeyedNoise):
 
 def test_the_loss_is_the_cross_entropy_of_transformers_logits() -> None:
     """Canvases and targets are written by hand; the last canvas is longer than its response."""
-    theirs, ours = two_models(random_config(4, 5, ["sliding_attention", "full_attention"], 2))
+    theirs, ours = make_two_models(random_config(4, 5, ["sliding_attention", "full_attention"], 2))
     text = torch.randint(3, 37, (3, 24), generator=torch.Generator().manual_seed(2))
     prompts, responses, blocks = [3, 9, 11], [21, 8, 13], [3, 0, 2]
     is_conditioned = [True, False, True]
     t, uniform = torch.tensor([[0.2], [0.7], [0.5]]).double(), torch.rand(3, 5, generator=torch.Generator()).double()
     random = torch.tensor([[4, 5, 6, 7, 8], [9, 10, 11, 12, 13], [14, 15, 16, 17, 18]])
-    noise = DrawnNoise(
+    noise = GivenNoise(
         block=torch.tensor(blocks)[:, None],
         mask_ratio=t,
         replaced=uniform,

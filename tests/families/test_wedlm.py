@@ -29,10 +29,10 @@ def compute_logits(tokens: list[int], positions: list[int]) -> Tensor:
     return tiny_qwen()(ids, attention_mask=sees, position_ids=places, use_cache=False).logits[0]
 
 
-def test_the_end_is_noticed_when_it_is_filled() -> None:
+def test_decoding_ends_with_the_forward_pass_that_fills_the_last_token() -> None:
     decoder, prompt = WeDLM(window_size=4, entropy_threshold=9.0, position_penalty=0.0), Prompt(token_ids=(3,), id="p")
     [row] = decode(tiny_backbone(MASKS, NO_END), decoder, [prompt], SamplingParams(max_new_tokens=10)).rows
-    # Each forward fills the four masks; from the second one on it also feeds the four tokens before them.
+    # Each forward pass fills four masks. The second and third also feed the four tokens before them.
     assert row.forward_shapes == [(1, 5), (1, 8), (1, 8)]
 
 
@@ -61,7 +61,7 @@ def test_blocks_are_completed_one_after_another() -> None:
     assert row.num_forwards == 10
 
 
-def test_a_window_of_one_asks_a_mask_for_each_token_in_turn() -> None:
+def test_a_window_of_one_predicts_the_tokens_one_after_another_with_a_mask() -> None:
     text = [3, 4, 5]
     for _ in range(12):
         logits = compute_logits([*text, MASK], list(range(len(text) + 1)))[-1]
@@ -81,8 +81,8 @@ def test_without_a_threshold_each_forward_fills_one_token(threshold: float | Non
     assert [entry.accepted for entry in row.trace] != sorted(entry.accepted for entry in row.trace), "not left to right"
 
 
-def test_entropy_is_that_of_the_unfiltered_distribution_at_any_temperature() -> None:
-    """Filters that leave one token would make every mask certain."""
+def test_the_entropy_ignores_temperature_and_filters() -> None:
+    """A filter that leaves one token would make the entropy zero and every mask sure."""
     prompt, decoder = Prompt(token_ids=(3, 4, 5), id="p"), WeDLM(window_size=6, entropy_threshold=0.5)
     plain, filtered = (
         decode(tiny_backbone(MASKS, NO_END), decoder, [prompt], SamplingParams(max_new_tokens=20, **options)).rows[0]

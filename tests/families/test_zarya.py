@@ -1,4 +1,7 @@
-"""The objective Zarya: curriculum of slot sizes, weights by place, order of masked slots; grouped masks."""
+"""The objective Zarya: a curriculum of slot sizes, weights by place, and the order of masked slots.
+
+The experiment's objective ``Grouped`` masks groups of neighbouring slots.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ SIZES, BORDERS = (2, 4, 8, 16, 32, 64), (0.06, 0.2, 0.4, 0.6, 0.8, 1.0)
 @pytest.mark.parametrize(
     ("progress", "size"), [(0.0, 2), (0.06, 2), (0.0600001, 4), (0.5, 16), (0.80001, 64), (1.0, 64), (3.0, 64)]
 )
-def test_a_border_belongs_to_the_size_before_it(progress: float, size: int) -> None:
+def test_the_slot_size_grows_with_the_progress_of_training(progress: float, size: int) -> None:
+    """At a border, training still has the smaller size."""
     objective = Zarya(slot_sizes=SIZES, slot_borders=BORDERS, ar_weight=0.3)
     assert objective.at(progress) == Zarya(slot_sizes=(size,), ar_weight=0.3)
 
@@ -41,15 +45,15 @@ def test_impossible_borders_are_refused(borders: tuple[float, ...]) -> None:
         Zarya(slot_sizes=(2, 4), slot_borders=borders)
 
 
-def factors(length: int, p: float, eps: float = 0.0) -> list[float]:
-    """Return the factors of a slot's tokens."""
+def compute_factors(length: int, p: float, eps: float = 0.0) -> list[float]:
+    """Return the factors by which the tokens of a slot are weighted; ``p`` is the probability of masking."""
     place = torch.arange(length)[None]
     lengths, probability = torch.full_like(place, length), torch.tensor([p], dtype=torch.float64)
     return harmonic_factor(place, lengths, probability, eps=eps)[0].tolist()
 
 
 def test_harmonic_weights_fall_from_n_over_p_to_one_over_p() -> None:
-    weights = [factor / 0.5 for factor in factors(4, 0.5)]
+    weights = [factor / 0.5 for factor in compute_factors(4, 0.5)]
     assert weights == pytest.approx([8, 4, 8 / 3, 2])
     assert sum(weights) / 4 == pytest.approx((1 + 1 / 2 + 1 / 3 + 1 / 4) / 0.5)
 
@@ -62,8 +66,8 @@ def test_harmonic_weights_follow_the_rescaled_probabilities(length: int, p: floa
     if p < 1 and steps[0] < p:
         low, high = min(steps), max(steps)
         expected = [low + (t - low) * (p - low) / (high - low) for t in steps]
-        assert [p / f for f in factors(length, p, eps)] == pytest.approx(expected)
-    actual = factors(length, p, eps)
+        assert [p / f for f in compute_factors(length, p, eps)] == pytest.approx(expected)
+    actual = compute_factors(length, p, eps)
     assert all(a >= b - 1e-12 for a, b in pairwise(actual)), "never less for an earlier token"
     assert actual[-1] == pytest.approx(1)
 
@@ -85,7 +89,7 @@ def test_weights_go_by_the_place_in_the_slot_and_its_own_length(
             expected = float(plain.weights[row, column])
             if plain.is_masked[row, column]:
                 start = place // 4 * 4
-                expected *= factors(min(4, response - start), ratio, 1e-3)[place - start]
+                expected *= compute_factors(min(4, response - start), ratio, 1e-3)[place - start]
             assert float(weighted.weights[row, column]) == pytest.approx(expected)
 
 
@@ -108,8 +112,15 @@ def test_masked_slots_come_in_every_order_if_shuffled(
     assert torch.equal(plain.position_ids, torch.arange(9).expand(6000, -1))
 
 
-def slow_groups(length: int, wanted: int, span: int, keys: list[int]) -> list[int]:
-    """Mark slots group by group, as the reference program marks tokens."""
+def mark_slowly(length: int, wanted: int, span: int, keys: list[int]) -> list[int]:
+    """Return the masked slots, marked group by group as the reference program marks tokens.
+
+    Args:
+        length: Number of slots.
+        wanted: Number of slots to mask.
+        span: Maximum number of slots in a group.
+        keys: A random number for each slot, by which single slots are chosen at the end.
+    """
     marked: set[int] = set()
     for group in ("suffix", "prefix", "middle", "random"):
         free = [slot for slot in range(length) if slot not in marked]
@@ -148,7 +159,7 @@ def test_equals_the_slow_reference(rows: list[tuple[int, float, int]], seed: int
     for row, (length, share, span) in enumerate(rows):
         keys = noise.bits("group_random", 30)[row].tolist()
         wanted = max(math.ceil(share * length - 1e-6), 1)
-        expected = slow_groups(length, wanted, span, keys)
+        expected = mark_slowly(length, wanted, span, keys)
         assert groups[row].nonzero()[:, 0].tolist() == expected
         assert len(expected) == wanted
 

@@ -1,3 +1,5 @@
+"""The backbone around models of transformers: masks and positions, other architectures, and what is refused."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -73,7 +75,8 @@ LLAMA4: dict[str, Any] = {
 GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_inner": 24}
 
 
-def library_model(model_type: str, dtype: torch.dtype = torch.float64, **options: Any) -> PreTrainedModel:
+def build_library_model(model_type: str, dtype: torch.dtype = torch.float64, **options: Any) -> PreTrainedModel:
+    """Return a tiny random model of transformers; options of the config replace ``SMALL``."""
     values = {**SMALL, **options}
     if model_type == "gpt2":
         values = {key: SMALL[key] for key in ("vocab_size", "pad_token_id", "eos_token_id", "bos_token_id")} | GPT2
@@ -85,7 +88,7 @@ def library_model(model_type: str, dtype: torch.dtype = torch.float64, **options
 
 
 def build_backbone(model_type: str = "qwen3", dtype: torch.dtype = torch.float64, **options: Any) -> Backbone:
-    return Backbone(library_model(model_type, dtype, **options), ModelTraits(), SPECIAL)
+    return Backbone(build_library_model(model_type, dtype, **options), ModelTraits(), SPECIAL)
 
 
 def draw_tokens(rows: int, length: int, seed: int = 0) -> Tensor:
@@ -99,7 +102,7 @@ def shuffled_positions(rows: int, length: int) -> Tensor:
     return torch.stack([slots[torch.randperm(len(slots), generator=generator)].flatten() for _ in range(rows)])
 
 
-def causal(rows: int, length: int) -> Tensor:
+def make_causal_mask(rows: int, length: int) -> Tensor:
     return torch.ones(rows, length, length, dtype=torch.bool).tril()
 
 
@@ -107,18 +110,19 @@ def causal(rows: int, length: int) -> Tensor:
 @pytest.mark.parametrize("mode", ["eval", "train", "checkpointing"])
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")  # its new name is unknown to older releases
 def test_positions_out_of_order_are_no_packed_sequences(rows: int, mode: str) -> None:
+    """Without a mask transformers reads a position that does not follow the last as the start of another sequence."""
     model = build_backbone()
     model.train(mode != "eval")
     if mode == "checkpointing":
         model.model.gradient_checkpointing_enable()
     ids, positions = draw_tokens(rows, 12), shuffled_positions(rows, 12)
-    expected = model.hidden_states(ids, positions, causal(rows, 12))
+    expected = model.hidden_states(ids, positions, make_causal_mask(rows, 12))
     torch.testing.assert_close(model.hidden_states(ids, positions, None), expected)
     torch.testing.assert_close(model(ids, positions), expected)
 
 
-def test_the_library_takes_them_for_packed_sequences_without_a_mask() -> None:
-    # If this fails, the library has changed, and the adapter's mask of ones may be needed no longer.
+def test_transformers_takes_positions_out_of_order_for_packed_sequences() -> None:
+    """If this fails, transformers has changed, and the backbone's mask of ones may be needed no longer."""
     model = build_backbone()
     ids, positions = draw_tokens(2, 12), shuffled_positions(2, 12)
     right = model.hidden_states(ids, positions, None)
@@ -136,10 +140,11 @@ def test_padding_on_the_right_changes_nothing() -> None:
     torch.testing.assert_close(padded[:, :9], alone)
 
 
-def attention_by_hand(model: Backbone, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-    """Return what queries with a mask give, one query at a time: only what it sees is there at all.
+def compute_each_query(model: Backbone, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    """Return hidden states of a model of one layer without using the mask in attention.
 
-    With one layer, a query's output depends on the tokens that it sees and on nothing else.
+    For each query, a forward pass gets only the tokens that the query sees, with the query last. With one layer, the
+    output depends on nothing else.
     """
     rows = []
     for row in range(len(ids)):
@@ -158,7 +163,7 @@ def attention_by_hand(model: Backbone, ids: Tensor, positions: Tensor, mask: Ten
     model_type=st.sampled_from(["qwen3", "gemma2"]), seed=st.integers(0, 999), rows=st.integers(1, 2),
     length=st.integers(1, 7),
 )  # fmt: skip
-def test_masks_say_what_is_seen(model_type: str, seed: int, rows: int, length: int) -> None:
+def test_queries_see_exactly_what_the_mask_allows(model_type: str, seed: int, rows: int, length: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     ids = draw_tokens(rows, length, seed)
     positions = torch.stack([torch.randperm(length, generator=generator) for _ in range(rows)])
@@ -166,7 +171,7 @@ def test_masks_say_what_is_seen(model_type: str, seed: int, rows: int, length: i
     options = SOFTCAPS if model_type == "gemma2" else {}
     one_layer = build_backbone(model_type, num_hidden_layers=1, **options)
     with torch.no_grad():
-        expected = attention_by_hand(one_layer, ids, positions, mask)
+        expected = compute_each_query(one_layer, ids, positions, mask)
         torch.testing.assert_close(one_layer.hidden_states(ids, positions, mask), expected, **CLOSE)
 
 
@@ -186,7 +191,7 @@ def test_attention_implementations_agree(model_type: str, options: dict[str, Any
     torch.compiler.set_stance("force_eager")
     try:
         with torch.no_grad():
-            for allowed in (mask, causal(2, 9), None):
+            for allowed in (mask, make_causal_mask(2, 9), None):
                 torch.testing.assert_close(
                     other.hidden_states(ids, positions, allowed), reference.hidden_states(ids, positions, allowed),
                     rtol=1e-4, atol=1e-4,
@@ -238,16 +243,17 @@ def test_attention_implementations_agree(model_type: str, options: dict[str, Any
         ("llama4_text", {**LLAMA4, "no_rope_layers": [1, 1]}),
     ],
 )
-def test_causal_models_of_other_makes(model_type: str, options: dict[str, Any]) -> None:
+def test_causal_models_of_many_architectures_give_transformers_logits(model_type: str, options: dict[str, Any]) -> None:
+    """The logits agree without a mask, with a causal mask, and in two parts over our KV cache."""
     has_experts = not {"num_experts", "num_local_experts", "n_routed_experts"}.isdisjoint(options)
     dtype = torch.float32 if has_experts else torch.float64  # experts know no float64
-    library = library_model(model_type, dtype, **options)
+    library = build_library_model(model_type, dtype, **options)
     model = Backbone(library, ModelTraits(), SPECIAL)
     close = {"rtol": 1e-4, "atol": 1e-4}
     ids, positions = draw_tokens(2, 9), torch.arange(9).expand(2, 9)
     with torch.no_grad():
         expected = library(input_ids=ids).logits
-        for mask in (None, causal(2, 9)):
+        for mask in (None, make_causal_mask(2, 9)):
             torch.testing.assert_close(model.logits(model.hidden_states(ids, positions, mask)), expected, **close)
         cache = model.make_cache(2)
         for start, stop in ((0, 5), (5, 9)):
@@ -257,7 +263,7 @@ def test_causal_models_of_other_makes(model_type: str, options: dict[str, Any]) 
                 torch.arange(start, stop).repeat(2),
             )  # fmt: skip
             hidden = model.hidden_states(
-                ids[:, start:stop], positions[:, start:stop], causal(2, 9)[:, start:stop, :stop], cache
+                ids[:, start:stop], positions[:, start:stop], make_causal_mask(2, 9)[:, start:stop, :stop], cache
             )
             torch.testing.assert_close(model.logits(hidden), expected[:, start:stop], **close)
     assert (model.head.weight.dtype, model.device.type) == (dtype, "cpu")
@@ -290,20 +296,20 @@ def test_models_that_would_be_changed_silently_are_refused(
 
 
 def test_biases_by_places_in_the_cache_are_refused() -> None:
-    library = library_model("qwen3")
+    library = build_library_model("qwen3")
     library.config.alibi = True
     with pytest.raises(ValueError, match=r"^backbone: .*alibi"):
         Backbone(library, ModelTraits(), SPECIAL)
 
 
 def test_unknown_layer_types_are_refused() -> None:
-    library = library_model("qwen3")
+    library = build_library_model("qwen3")
     library.config.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(ValueError, match=r"^backbone: .*layers of type chunked_attention"):
         Backbone(library, ModelTraits(), SPECIAL)
 
 
-SLIDING = [
+SLIDING = [  # architectures with a sliding window, and options
     ("mistral", {}),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
     ("gemma2", SOFTCAPS),
@@ -321,7 +327,8 @@ SLIDING = [
 def test_a_text_beyond_the_sliding_window_is_transformers_text(
     model_type: str, options: dict[str, Any], num_windows: float
 ) -> None:
-    library = library_model(model_type, torch.float64, sliding_window=8, **options)
+    """Logits agree with transformers; so do greedy texts in a batch; and sharing prefixes changes no text."""
+    library = build_library_model(model_type, torch.float64, sliding_window=8, **options)
     model = Backbone(library, ModelTraits(predictions=("next_token",)), SPECIAL)
     length = int(8 * num_windows)
     ids, positions = draw_tokens(2, length), torch.arange(length).expand(2, length)
@@ -353,7 +360,7 @@ def test_a_text_beyond_the_sliding_window_is_transformers_text(
 def test_batches_and_shared_prefixes_keep_texts_beyond_the_window(model_type: str, options: dict[str, Any]) -> None:
     """Long and short texts share a small cache and prefixes; rows of finished texts are used again."""
     model = Backbone(
-        library_model(model_type, torch.float64, sliding_window=8, **options),
+        build_library_model(model_type, torch.float64, sliding_window=8, **options),
         ModelTraits(predictions=("next_token",)),
         replace(SPECIAL, eos_token_ids=(1, 5, 9)),
     )
@@ -375,17 +382,17 @@ def test_batches_and_shared_prefixes_keep_texts_beyond_the_window(model_type: st
 
 
 def test_a_text_out_of_order_beyond_the_sliding_window_is_refused() -> None:
-    model = Backbone(library_model("mistral", torch.float64, sliding_window=8), ModelTraits(), SPECIAL)
+    model = Backbone(build_library_model("mistral", torch.float64, sliding_window=8), ModelTraits(), SPECIAL)
     ids, positions = draw_tokens(2, 12), torch.arange(12).expand(2, 12)
     with pytest.raises(ValueError, match=r"^context: .*8 tokens.*got 12"):
-        model.hidden_states(ids, positions, causal(2, 12))
+        model.hidden_states(ids, positions, make_causal_mask(2, 12))
     prompt, sampling = Prompt(token_ids=(3, 4), id="p"), SamplingParams(max_new_tokens=7)
     with pytest.raises(ValueError, match=r"^prompt p: expected at most 1 tokens"):
         decode(model, ReFusion(), [prompt], sampling)
 
 
 def test_heads_that_are_not_linear_are_refused() -> None:
-    library = library_model("qwen3")
+    library = build_library_model("qwen3")
     library.lm_head = torch.nn.Sequential(torch.nn.Linear(32, VOCAB))
     with pytest.raises(ValueError, match=r"^backbone: Qwen3ForCausalLM .*Sequential"):
         Backbone(library, ModelTraits(), SPECIAL)
@@ -397,14 +404,14 @@ def test_an_unknown_attention_takes_no_mask(monkeypatch: pytest.MonkeyPatch) -> 
     assert model.config._attn_implementation == "flash_attention_2"
     ids, positions = draw_tokens(2, 6), shuffled_positions(2, 6)
     with pytest.raises(ValueError, match=r"^attn_implementation: 'flash_attention_2'"):
-        model.hidden_states(ids, positions, causal(2, 6))
+        model.hidden_states(ids, positions, make_causal_mask(2, 6))
     # The library takes a single row out of order for packed sequences unless it gets a mask.
     assert library_mask(model.body, None, positions, 4).all()
 
 
 def test_hidden_states_carry_gradients_and_logits_are_the_head_alone() -> None:
     model = build_backbone()
-    hidden = model(draw_tokens(2, 6), shuffled_positions(2, 6), causal(2, 6))
+    hidden = model(draw_tokens(2, 6), shuffled_positions(2, 6), make_causal_mask(2, 6))
     assert hidden.shape == (2, 6, 32)
     logits = model.logits(hidden[1, 3:5])
     torch.testing.assert_close(logits, hidden[1, 3:5] @ model.head.weight.T)

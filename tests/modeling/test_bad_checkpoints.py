@@ -27,21 +27,23 @@ EXPERTS = "num_experts", "n_routed_experts"
 
 
 def text_options(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of the text model, which DiffusionGemma's config has in a group."""
     return values.get("text_config", values)
 
 
-def config(name: str) -> dict[str, Any]:
+def read_config(name: str) -> dict[str, Any]:
+    """Return the config of a golden model."""
     return json.loads((MODELS[name] / "config.json").read_text())
 
 
-WITH_EXPERTS = [name for name in NAMES if text_options(config(name)).keys() & {*EXPERTS}]
+WITH_EXPERTS = [name for name in NAMES if text_options(read_config(name)).keys() & {*EXPERTS}]
 
 
 def copy_model(name: str, folder: Path, **options: Any) -> Path:
     """Copy a checkpoint; change options of its config."""
     path = folder / name
     shutil.copytree(MODELS[name], path)
-    values = config(name)
+    values = read_config(name)
     text_options(values).update(options)
     (path / "config.json").write_text(json.dumps(values))
     return path
@@ -124,7 +126,7 @@ def test_a_truncated_file_is_refused(name: str, tmp_path: Path, capfd: pytest.Ca
 @pytest.mark.parametrize("factor", [0.5, 2])
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_another_number_of_experts_is_refused(name: str, factor: float, tmp_path: Path, no_weights: None) -> None:
-    values = text_options(config(name))
+    values = text_options(read_config(name))
     option = next(option for option in EXPERTS if option in values)
     num_experts = int(factor * values[option])
     with pytest.raises(ValueError, match=rf"{num_experts} experts.* got {values[option]}"):
@@ -135,6 +137,7 @@ def rope(rope_type: str, **options: Any) -> dict[str, Any]:
     return {"rope_type": rope_type, "rope_theta": 10000.0, **options}
 
 
+# A golden model, changes of its config, and what the message names.
 IMPOSSIBLE = [
     ("llada2-tiny", {"num_experts": 0}, "n_routed_experts|n_group"),
     ("llada2-tiny", {"num_experts_per_tok": 17}, "num_experts_per_tok"),
@@ -215,12 +218,13 @@ def test_quantised_weights_are_refused_by_their_method(
     name: str, quantised: Any, tmp_path: Path, no_weights: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = copy_model(name, tmp_path)
-    (path / "config.json").write_text(json.dumps({**config(name), "quantization_config": quantised}))
+    (path / "config.json").write_text(json.dumps({**read_config(name), "quantization_config": quantised}))
     line = refusal(path, capfd)
     assert "quantization_config" in line
     assert str(next(iter(quantised.values())) if isinstance(quantised, dict) else quantised) in line
 
 
+# Changes of the config of every golden model, and what the message names.
 EVERYWHERE = [
     ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
@@ -280,7 +284,7 @@ def test_an_option_that_no_model_can_have_is_refused(
 @pytest.mark.parametrize("length", [-3, None, 1024])
 def test_a_canvas_of_an_impossible_length_is_refused(length: int | None, tmp_path: Path, no_weights: None) -> None:
     path = copy_model("diffusion-gemma-tiny", tmp_path)
-    (path / "config.json").write_text(json.dumps({**config(path.name), "canvas_length": length}))
+    (path / "config.json").write_text(json.dumps({**read_config(path.name), "canvas_length": length}))
     with pytest.raises(ValueError, match="canvas_length"):
         refusion_lit.load(path)
 
@@ -289,7 +293,7 @@ def test_a_canvas_of_an_impossible_length_is_refused(length: int | None, tmp_pat
 def test_an_unknown_type_of_layer_is_refused(
     name: str, tmp_path: Path, no_weights: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    num_layers = text_options(config(name))["num_hidden_layers"]
+    num_layers = text_options(read_config(name))["num_hidden_layers"]
     path = copy_model(name, tmp_path, layer_types=["full_attention"] * (num_layers - 1) + ["foo_attention"])
     assert "layer_type" in refusal(path, capfd) if name == ASSISTANT else "foo_attention" in refusal(path, capfd)
 
@@ -297,7 +301,7 @@ def test_an_unknown_type_of_layer_is_refused(
 @pytest.mark.parametrize("name", NAMES)
 def test_another_number_of_layers_is_refused(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Transformers prints a table of missing weights, which must not reach the user."""
-    num_layers = text_options(config(name))["num_hidden_layers"]
+    num_layers = text_options(read_config(name))["num_hidden_layers"]
     assert "layer" in refusal(copy_model(name, tmp_path, num_hidden_layers=num_layers + 1), capfd)
 
 
@@ -394,7 +398,7 @@ def test_a_prompt_beyond_the_context_is_refused(name: str) -> None:
     assert "\n" not in str(info.value)
 
 
-def command(capfd: pytest.CaptureFixture[str], *args: str) -> str:
+def run_refused_command(capfd: pytest.CaptureFixture[str], *args: str) -> str:
     """Return the one line of a command that is refused."""
     capfd.readouterr()
     assert main([*args]) == 2
@@ -408,19 +412,21 @@ def command(capfd: pytest.CaptureFixture[str], *args: str) -> str:
 def test_texts_beyond_the_context_are_refused_before_weights_are_read(
     name: str, given: str, tmp_path: Path, no_weights: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    context = text_options(config(name))["max_position_embeddings"]
+    context = text_options(read_config(name))["max_position_embeddings"]
     length = context if given == "max_new_tokens" else context - 3
     options = [f"--ckpt_path={MODELS[name]}", f"--max_new_tokens={length}"]
-    assert given in command(capfd, "generate", *options, "--prompt=12+34>")
+    assert given in run_refused_command(capfd, "generate", *options, "--prompt=12+34>")
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("1>\n12+34>\n")
     expected = "prompt 1" if given == "prompt" else "max_new_tokens"
-    assert expected in command(capfd, "generate", *options, f"--prompts={prompts}")
-    assert given in command(capfd, "trace", *options, "--prompt=12+34>", f"--output={tmp_path / 'trace.html'}")
+    assert expected in run_refused_command(capfd, "generate", *options, f"--prompts={prompts}")
+    assert given in run_refused_command(
+        capfd, "trace", *options, "--prompt=12+34>", f"--output={tmp_path / 'trace.html'}"
+    )
     if given == "max_new_tokens":
-        assert "max_new_tokens" in command(capfd, "chat", *options)
+        assert "max_new_tokens" in run_refused_command(capfd, "chat", *options)
         answer = f"--max_answer_tokens={length}"
-        assert "max_new_tokens" in command(capfd, "serve", *options, answer, "--port=0")
+        assert "max_new_tokens" in run_refused_command(capfd, "serve", *options, answer, "--port=0")
 
 
 @pytest.mark.parametrize("subcommand", ["test", "predict"])
@@ -429,7 +435,7 @@ def test_a_test_beyond_the_context_is_refused_before_weights_are_read(
 ) -> None:
     source, task = f"--ckpt_path={MODELS['sdar-tiny']}", ["--data.task=Additions", "--data.task.num_test=2"]
     options = [f"--model.sampling.max_new_tokens={505}", f"--trainer.default_root_dir={tmp_path}"]
-    assert "context of 512" in command(capfd, subcommand, source, *task, *options)
+    assert "context of 512" in run_refused_command(capfd, subcommand, source, *task, *options)
 
 
 @pytest.mark.parametrize(
@@ -445,13 +451,13 @@ def test_a_decoder_that_does_not_fit_is_refused_before_weights_are_read(
     model: Path, decoder: str, named_in_error: str, tmp_path: Path, no_weights: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source, option = f"--ckpt_path={model}", f"--decoder={decoder}"
-    assert named_in_error in command(capfd, "generate", source, option, "--prompt=12+34>")
-    assert named_in_error in command(capfd, "serve", source, option, "--port=0")
+    assert named_in_error in run_refused_command(capfd, "generate", source, option, "--prompt=12+34>")
+    assert named_in_error in run_refused_command(capfd, "serve", source, option, "--port=0")
     task = ["--data.task=Additions", "--data.task.num_test=2", f"--trainer.default_root_dir={tmp_path}"]
-    assert named_in_error in command(capfd, "test", source, *task, f"--model.decoders={{a: {decoder}}}")
+    assert named_in_error in run_refused_command(capfd, "test", source, *task, f"--model.decoders={{a: {decoder}}}")
 
 
-def test_what_loading_sets_in_the_tokenizer_is_set_before_weights_are_read(no_weights: None) -> None:
+def test_the_check_before_weights_are_read_sees_the_tokenizer_with_all_options(no_weights: None) -> None:
     plans = []
 
     def check(plan: Any) -> None:
@@ -461,4 +467,4 @@ def test_what_loading_sets_in_the_tokenizer_is_set_before_weights_are_read(no_we
     with pytest.raises(ValueError, match="stop"):
         refusion_lit.load(TARGET, add_bos=False, check=check)
     assert get_add_bos(plans[0].tokenizer) is False
-    assert plans[0].context(in_text_order=True) == config(TARGET.name)["max_position_embeddings"]
+    assert plans[0].context(in_text_order=True) == read_config(TARGET.name)["max_position_embeddings"]

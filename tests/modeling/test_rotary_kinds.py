@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from modeling.test_backbone import causal, draw_tokens, library_model
+from modeling.test_backbone import build_library_model, draw_tokens, make_causal_mask
 from refusion_lit.decoding import Autoregressive, decode
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
@@ -56,7 +56,7 @@ def make_models(name: str, *, fused_body: bool) -> tuple[PreTrainedModel, Backbo
                     "vocab_size_per_layer_input": VOCAB}  # fmt: skip
     if model_type == "ministral3":
         options["sliding_window"] = None
-    library = library_model(model_type, **options)
+    library = build_library_model(model_type, **options)
     model = Backbone(library, ModelTraits(predictions=("next_token",)), SPECIAL, fused_body=fused_body)
     assert (model.make_fused_body() is not None) == (is_known and fused_body)
     return library, model
@@ -66,7 +66,7 @@ def make_models(name: str, *, fused_body: bool) -> tuple[PreTrainedModel, Backbo
 def compute_in_pieces(model: Backbone, ids: Tensor, split: int) -> Tensor:
     """Return logits of two forward passes with a KV cache."""
     rows, length = ids.shape
-    positions, mask = torch.arange(length).expand(rows, length), causal(rows, length)
+    positions, mask = torch.arange(length).expand(rows, length), make_causal_mask(rows, length)
     cache = model.make_cache(rows)
     logits = []
     for start, stop in ((0, split), (split, length)):

@@ -1,8 +1,8 @@
-"""Prompts, answers and training data of every door have the tokens of transformers, for tokenizers of seven kinds.
+"""Every way to use a model has the tokens of transformers, for tokenizers of many kinds.
 
-The reference of a prompt is ``tokenizer(text)`` or ``tokenizer.apply_chat_template``, of an answer greedy ``generate``,
-of training data the rendered conversation. `nox -s parity` runs all; two tokenizers run with the other tests
-(``tests/contract``).
+The ways are the Python API, the commands, the server, the harness, training and exports. Prompts are compared with
+``tokenizer(text)`` or ``tokenizer.apply_chat_template``, answers with greedy ``generate``, and training data with the
+rendered conversation. `nox -s parity` runs all; two tokenizers run with the other tests (``tests/contract``).
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     if form != "plain":
         turns = [{"role": "user", "content": QUERY}]
         prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
-    return Reference(folder, prompt, library_answer(folder, prompt), form != "plain")
+    return Reference(folder, prompt, generate_with_transformers(folder, prompt), form != "plain")
 
 
-def library_answer(folder: Path, prompt: list[int]) -> list[int]:
+def generate_with_transformers(folder: Path, prompt: list[int]) -> list[int]:
     """Return the tokens of transformers' greedy ``generate``."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.tensor([prompt])
@@ -112,7 +112,7 @@ def test_python_and_commands_answer_as_transformers(
     [row] = model.generate([QUERY], decoder=Autoregressive(), max_new_tokens=NUM_TOKENS)
     assert row.token_ids == reference.answer
     text = row.text
-    # A character of which bytes are missing is the only difference to the decode of the whole.
+    # The texts may differ only in a character whose bytes are not all generated.
     if "\N{REPLACEMENT CHARACTER}" not in reference.text + text:
         assert text == reference.text
     prompts = tmp_path / "prompts.jsonl"
@@ -162,11 +162,11 @@ def test_a_chat_answers_as_transformers(reference: Reference, model: TextModel) 
     prompt = tokenizer(question)["input_ids"]
     if reference.has_template:
         prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
-    answer = library_answer(reference.folder, prompt)
+    answer = generate_with_transformers(reference.folder, prompt)
     assert chat.ask(question) == Detokenizer(model.tokenizer)(answer, prompt)
 
 
-def test_stop_strings_cut_the_text_of_every_door(
+def test_stop_strings_cut_the_text_in_python_server_and_command(
     reference: Reference, model: TextModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("fastapi")
@@ -187,28 +187,38 @@ def test_stop_strings_cut_the_text_of_every_door(
     assert capsys.readouterr().out == text[: text.index(stops[1])] + "\n"
 
 
-def ask_server(url: str, reference: Reference, door: str | None = None, **fields: Any) -> tuple[str, int | None]:
-    """Return a server's answer to the query, and the number of prompt tokens unless the answer is a stream."""
-    door = door or ("chat/completions" if reference.has_template else "completions")
+def ask_server(url: str, reference: Reference, endpoint: str | None = None, **fields: Any) -> tuple[str, int | None]:
+    """Send ``QUERY`` to an endpoint, by default to chats if the model has a template.
+
+    Returns:
+        The text, and the number of prompt tokens; ``None`` in place of the number for a stream.
+    """
+    endpoint = endpoint or ("chat/completions" if reference.has_template else "completions")
     query: dict[str, Any] = {
         "completions": {"prompt": QUERY, "max_tokens": NUM_TOKENS},
         "chat/completions": {"messages": [{"role": "user", "content": QUERY}], "max_tokens": NUM_TOKENS},
         "responses": {"input": QUERY, "max_output_tokens": NUM_TOKENS},
-    }[door]
+    }[endpoint]
     body = {"model": "additions", **query, **fields}
     head = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/{door}", json.dumps(body).encode(), head)
+    request = urllib.request.Request(f"{url}/v1/{endpoint}", json.dumps(body).encode(), head)
     with urllib.request.urlopen(request, timeout=60) as response:
-        got = response.read().decode()
-    is_stream = bool(fields.get("stream"))
-    if door == "responses":
-        answer = json.loads(got)
+        received = response.read().decode()
+    if endpoint == "responses":
+        answer = json.loads(received)
         return answer["output"][0]["content"][0]["text"], answer["usage"]["input_tokens"]
-    events = [json.loads(line[6:]) for line in got.splitlines() if line.startswith("data: {")]
-    choices = [event["choices"][0] for event in (events if is_stream else [json.loads(got)]) if event["choices"]]
-    parts = [choice.get("delta" if is_stream else "message", choice) for choice in choices]
-    text = "".join(part.get("content", part.get("text")) or "" for part in parts)
-    return text, None if is_stream else json.loads(got)["usage"]["prompt_tokens"]
+    if fields.get("stream"):
+        events = [json.loads(line[6:]) for line in received.splitlines() if line.startswith("data: {")]
+        choices = [event["choices"][0] for event in events if event["choices"]]
+        return "".join(read_text(choice.get("delta", choice)) for choice in choices), None
+    answer = json.loads(received)
+    [choice] = answer["choices"]
+    return read_text(choice.get("message", choice)), answer["usage"]["prompt_tokens"]
+
+
+def read_text(part: dict[str, Any]) -> str:
+    """Return the text of a chat's message or delta, or of a completion."""
+    return part.get("content", part.get("text")) or ""
 
 
 def test_the_server_answers_as_transformers(reference: Reference, model: TextModel) -> None:
@@ -219,7 +229,7 @@ def test_the_server_answers_as_transformers(reference: Reference, model: TextMod
         assert ask_server(address(server), reference, stream=True) == (text, None)
         assert ask_server(address(server), reference, "responses") == (text, len(reference.prompt))
         prompt = reference.tokenizer(QUERY)["input_ids"]  # completions have no template
-        text = Detokenizer(model.tokenizer)(library_answer(reference.folder, prompt), prompt)
+        text = Detokenizer(model.tokenizer)(generate_with_transformers(reference.folder, prompt), prompt)
         assert ask_server(address(server), reference, "completions") == (text, len(prompt))
 
 
@@ -244,7 +254,7 @@ def test_the_harness_asks_as_transformers(reference: Reference, model: TextModel
         context = adapter.apply_chat_template([{"role": "user", "content": QUERY}])
         if expected[0] != model.tokenizer.bos_token_id:  # the harness adds BOS where a template writes none
             expected = reference.tokenizer(context)["input_ids"]
-            answer = library_answer(reference.folder, expected)
+            answer = generate_with_transformers(reference.folder, expected)
     adapter.model.generate_ids = record  # type: ignore[method-assign]
     try:
         options = {"until": [], "max_gen_toks": NUM_TOKENS, "do_sample": False}
@@ -254,7 +264,9 @@ def test_the_harness_asks_as_transformers(reference: Reference, model: TextModel
     assert prompts == [expected]
 
 
-class Nothing(Reward):
+class LengthReward(Reward):
+    """Rewards long responses."""
+
     def rewards(self, examples: Any, responses: Any) -> list[float]:
         return [float(len(response)) for response in responses]
 
@@ -281,7 +293,7 @@ def test_data_of_training_and_rollouts_has_the_prompts_of_transformers(
         return decode(self, prompts, *args, **options)
 
     monkeypatch.setattr(TextModel, "decode", record)
-    objective = GroupPolicy(group_size=2, max_new_tokens=4, rewards=[Nothing()])
+    objective = GroupPolicy(group_size=2, max_new_tokens=4, rewards=[LengthReward()])
     module = SlotDiffusionModule(
         backbone=BackboneConfig(source=str(reference.folder)), objective=objective,
         decoders={"a": Autoregressive()}, sampling=SamplingParams(max_new_tokens=4),
@@ -301,7 +313,7 @@ def test_an_export_asks_and_answers_as_transformers(reference: Reference, tmp_pa
     scope: dict[str, Any] = {"tokenizer": tokenizer}
     exec(prompt_code(tokenizer, "{query}").replace('"..."', json.dumps(QUERY)), scope)
     assert scope["input_ids"].tolist() == [reference.prompt]
-    assert library_answer(tmp_path / "out", reference.prompt) == reference.answer
+    assert generate_with_transformers(tmp_path / "out", reference.prompt) == reference.answer
     assert load(tmp_path / "out", device="cpu").encode(QUERY) == reference.prompt
 
 

@@ -33,13 +33,13 @@ def test_greedy_decoding_is_the_slow_reference(data: st.DataObject, seed: int, n
     reference = SlowReFusion(model, decoder, tuple(prompt), num_new_tokens).run()
     [row] = decode(model, decoder, [make_prompt(prompt)], SamplingParams(max_new_tokens=num_new_tokens)).rows
     assert row.token_ids == reference.response
-    if decoder.infill != "bonus":  # whose forwards hold what is new of slots of all stages
+    if decoder.infill != "bonus":  # with bonus tokens, slots of several stages share a forward pass
         assert row.forward_shapes == reference.shapes
 
 
 @settings(max_examples=examples(20), deadline=None)
 @given(data=st.data(), num_new_tokens=st.integers(1, 20))
-def test_a_transformers_cache_gives_what_the_slow_reference_recomputes(
+def test_a_transformer_with_a_kv_cache_equals_the_slow_reference_without(
     data: st.DataObject, num_new_tokens: int
 ) -> None:
     decoder = data.draw(decoders(num_new_tokens))
@@ -49,7 +49,7 @@ def test_a_transformers_cache_gives_what_the_slow_reference_recomputes(
         reference = SlowReFusion(model, decoder, tuple(prompt), num_new_tokens).run()
     [row] = decode(model, decoder, [make_prompt(prompt)], SamplingParams(max_new_tokens=num_new_tokens)).rows
     assert row.token_ids == reference.response
-    if decoder.infill != "bonus":  # whose forwards hold what is new of slots of all stages
+    if decoder.infill != "bonus":  # with bonus tokens, slots of several stages share a forward pass
         assert row.forward_shapes == reference.shapes
     ahead = replace(decoder, fused=True, infill_layout="packed")
     [row] = decode(model, ahead, [make_prompt(prompt)], SamplingParams(max_new_tokens=num_new_tokens)).rows
@@ -72,7 +72,7 @@ def test_with_bonus_tokens_every_forward_commits_a_token(
     assert row.num_forwards <= len(reference.text)
 
 
-def test_a_plan_rides_along_with_a_verification_that_accepts_all() -> None:
+def test_fused_decoding_plans_in_the_forward_pass_of_a_verification_that_accepts_all() -> None:
     model = OracleModel(oracle_text(None))
     sampling = SamplingParams(max_new_tokens=16)
     phases = {}
@@ -86,12 +86,12 @@ def test_a_plan_rides_along_with_a_verification_that_accepts_all() -> None:
     assert len(phases[True]) < 8
 
 
-def test_a_plan_that_rides_along_ends_with_an_earlier_end_of_the_text() -> None:
+def test_fused_decoding_gives_the_same_text_where_an_earlier_eos_token_makes_a_plan_useless() -> None:
     sampling = SamplingParams(max_new_tokens=25)
     decoder = ReFusion(slot_size=3, infill="bonus", token_threshold=0.5, selection="top_k", k=2)
-    for seed in range(100):  # of which 13 have an open slot that ends the text before one that had ended it
+    for seed in range(100):  # for 13 seeds an open slot ends the text before a slot that had already ended it
         model = HashModel(seed, ends=frozenset({7, 8, 11, 12, 14}))
-        model.forward_cost = 1e6  # plans ride along wherever they can
+        model.forward_cost = 1e6  # so expensive that the decoder fuses plans wherever it can
         texts = [
             decode(model, replace(decoder, fused=fused), [make_prompt([3, 4])], sampling).rows[0].token_ids
             for fused in (False, True)
@@ -99,24 +99,25 @@ def test_a_plan_that_rides_along_ends_with_an_earlier_end_of_the_text() -> None:
         assert texts[0] == texts[1]
 
 
-def places_after(prompt_length: int, size: int, wrong: set[int]) -> Callable[[int], float]:
-    """Return probabilities with which masks guess wrong at some places of each slot, and right elsewhere."""
-    return lambda position: 1e-6 if (position - prompt_length) % size in wrong else 0.97
+def make_certainty(prompt_length: int, slot_size: int, wrong: set[int]) -> Callable[[int], float]:
+    """Return, by position, how sure a mask is of the right token: hardly at the slots' ``wrong`` offsets."""
+    return lambda position: 1e-6 if (position - prompt_length) % slot_size in wrong else 0.97
 
 
 def test_where_a_draft_is_rejected_masks_draft_the_rest_in_the_same_forward() -> None:
-    model = OracleModel(oracle_text(None), certainty=places_after(2, 8, {2}))
+    model = OracleModel(oracle_text(None), certainty=make_certainty(2, 8, {2}))
     model.forward_cost = 1e6  # one forward saved is worth any number of masks
     decoder = ReFusion(slot_size=8, num_serial_blocks=2, infill="bonus", num_drafts=2)
     [row] = decode(model, decoder, [make_prompt([5, 6])], SamplingParams(max_new_tokens=16)).rows
     assert row.token_ids == [oracle_text(None)(place) for place in range(2, 18)]
-    # A slot: its first token is planned, 1 and own token 2, 3 to 4 and own token 5, 6 to 7 with the next plan.
+    # After the plan, a slot takes three forward passes: draft 1 is accepted and the model's own token 2 is added; then
+    # drafts 3 and 4 and the model's own token 5; then drafts 6 and 7, beside the plan of the next slot.
     assert row.num_forwards == 1 + 3 + 3
 
 
-def test_where_masks_are_always_wrong_the_models_choices_after_them_are_drafts() -> None:
-    # An oracle's choices do not depend on its input: those after a rejected draft are right.
-    model = OracleModel(oracle_text(None), certainty=places_after(2, 64, {*range(1, 64)}))
+def test_the_models_choices_after_a_rejected_draft_are_the_next_drafts() -> None:
+    # Masks are always wrong here. An oracle does not depend on its input: its choices after a wrong draft are right.
+    model = OracleModel(oracle_text(None), certainty=make_certainty(2, 64, {*range(1, 64)}))
     decoder = ReFusion(slot_size=64, num_serial_blocks=1, infill="bonus", num_drafts=3)
     [row] = decode(model, decoder, [make_prompt([5, 6])], SamplingParams(max_new_tokens=64), trace=True).rows
     assert row.token_ids == [oracle_text(None)(place) for place in range(2, 66)]
@@ -136,8 +137,9 @@ def test_options_of_bonus_tokens_are_checked(options: dict[str, Any], message: s
         ReFusion(**options)
 
 
-def test_the_fakes_lead_to_all_paths() -> None:
-    num_open, differing = 0, 0
+def test_the_fake_models_reach_open_slots_and_differences_between_the_two_decoders() -> None:
+    """Otherwise the comparisons above would compare too little."""
+    num_open, num_differing = 0, 0
     for seed in range(40):
         model = HashModel(seed, ends=frozenset({9 + seed % 12}), end_bias=-4.0)
         options = {"slot_size": 4, "num_serial_blocks": 1, "slot_threshold": 0.3, "token_threshold": 0.6}
@@ -146,12 +148,12 @@ def test_the_fakes_lead_to_all_paths() -> None:
             reference = SlowReFusion(model, decoder, (3, 4, 5), 24).run()
             num_open += reference.num_infills_before_open_slots
             texts.append(reference.response)
-        differing += texts[0] != texts[1]
+        num_differing += texts[0] != texts[1]
     assert num_open > 10
-    assert differing > 10
+    assert num_differing > 10
 
 
-def test_an_end_in_an_infill_costs_no_text_before_it() -> None:
+def test_slots_before_an_eos_token_found_by_an_infill_are_still_decoded() -> None:
     # Slots 1 and 3 are certain, but no draft passes; slot 1 holds the end, slots 0 and 2 are still open.
     sure = {3 + 4, 3 + 12}
     model = OracleModel(
@@ -160,16 +162,16 @@ def test_an_end_in_an_infill_costs_no_text_before_it() -> None:
     decoder = ReFusion(fused=False, infill_layout="reference", slot_size=4, num_serial_blocks=1)
     [row] = decode(model, decoder, [make_prompt([5, MASK, EOS])], SamplingParams(max_new_tokens=16), trace=True).rows
     assert row.token_ids == [oracle_text(9)(place) for place in range(3, 10)]
-    together = [(1, 3 + 16), (1, 8), (2, 4), (2, 4), (2, 3), (2, 3)]
-    alone = [(1, 4), (1, 4), (1, 4), (1, 4), (1, 3), (1, 3), (1, 2), (1, 2)]
-    assert row.forward_shapes == together + alone
+    certain_slots = [(1, 3 + 16), (1, 8), (2, 4), (2, 4), (2, 3), (2, 3)]
+    slot_0 = [(1, 4), (1, 4), (1, 4), (1, 4), (1, 3), (1, 3), (1, 2), (1, 2)]
+    assert row.forward_shapes == certain_slots + slot_0
     assert row.trace[5].accepted == [7, 8, 9]
     assert row.trace[-1].accepted == [3, 4, 5, 6]
     assert row.finish_reason == "eos"
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3])
-def test_nothing_after_an_end_in_a_verification_is_decoded(num_blocks: int) -> None:
+def test_nothing_is_decoded_after_an_eos_token_that_a_verification_accepts(num_blocks: int) -> None:
     model = OracleModel(oracle_text(2 + 5))
     decoder = ReFusion(fused=False, slot_size=4, num_serial_blocks=num_blocks)
     [row] = decode(model, decoder, [make_prompt([5, 6])], SamplingParams(max_new_tokens=24)).rows
@@ -181,8 +183,8 @@ def test_nothing_after_an_end_in_a_verification_is_decoded(num_blocks: int) -> N
         assert row.forward_shapes == [(1, 2 + length), (1, length)]
 
 
-def test_places_beyond_the_budget_cost_no_blocks_of_their_own() -> None:
-    # 9 tokens fill one of 2 slots in the second block of 3: the third is not needed, nor one slot of the second.
+def test_slots_beyond_the_budget_cost_no_forward_pass() -> None:
+    # Of three serial blocks of two slots, 9 tokens need both slots of the first and one slot of the second.
     model = OracleModel(oracle_text(None))
     decoder = ReFusion(fused=False, slot_size=4, num_serial_blocks=3)
     [row] = decode(model, decoder, [make_prompt([5])], SamplingParams(max_new_tokens=9)).rows
@@ -195,26 +197,28 @@ def test_places_beyond_the_budget_cost_no_blocks_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("certainty", ["first", "mean", "min", "product"])
-def test_the_head_is_computed_where_it_is_read(certainty: Any) -> None:
+def test_logits_are_computed_only_where_the_decoder_reads_them(certainty: Any) -> None:
+    """Six slots of four tokens, of which slots 1, 2 and 4 begin with a certain token."""
     sure = {4 * slot for slot in (1, 2, 4)}
     model = OracleModel(oracle_text(None), certainty=lambda place: 0.97 if place - 2 in sure else 0.5)
     decoder = ReFusion(slot_size=4, num_serial_blocks=1, slot_threshold=0.6, slot_confidence=certainty, fused=False)
     decode(model, decoder, [make_prompt([5, 6])], SamplingParams(max_new_tokens=24), trace=True)
-    rounds = {"first": [(6, 3), (3, 1), (2, 1), (1, 1)]}.get(certainty)
-    if certainty == "mean":  # (0.97 + 3 * 0.5) / 4 is just above 0.6: the same choice, all places read
+    # Slots that are left in each round, and slots that the round chooses.
+    if certainty in ("first", "mean"):  # the mean (0.97 + 3 * 0.5) / 4 is just above 0.6, too
         rounds = [(6, 3), (3, 1), (2, 1), (1, 1)]
-    if rounds is None:  # none is certain: one slot a round, the whole slot's certainty counts
-        rounds = [(left, 1) for left in range(6, 0, -1)]
-    reads = 0
-    for num_slots, num_chosen in rounds:
-        reads += num_slots + num_chosen * 3 if certainty == "first" else num_slots * 4
-        reads += num_chosen * 3
-    assert model.num_logit_rows == reads
+    else:  # no slot is certain: one slot a round
+        rounds = [(num_left, 1) for num_left in range(6, 0, -1)]
+    num_read = 0
+    for num_left, num_chosen in rounds:
+        # The plan reads the first token of all slots and the drafts of the chosen slots, or all tokens of all slots.
+        num_read += num_left + num_chosen * 3 if certainty == "first" else num_left * 4
+        num_read += num_chosen * 3  # the verification scores the drafts
+    assert model.num_logit_rows == num_read
     assert len(model.calls) == 2 * len(rounds)
 
 
 def test_a_serial_block_beyond_the_budget_is_never_fed() -> None:
-    # Five slots in four serial blocks of two: the fourth would begin after the last wanted slot.
+    # 10 tokens are five slots of two tokens, two slots per serial block: the fourth block would begin after the budget.
     model = OracleModel(oracle_text(None))
     prompt = Prompt(token_ids=(3, 4), id="p")
     [row] = decode(model, ReFusion(slot_size=2, num_serial_blocks=4), [prompt], SamplingParams(max_new_tokens=10)).rows

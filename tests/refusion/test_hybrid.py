@@ -28,7 +28,19 @@ LENGTHS = [(3, 9), (1, 1), (0, 17), (5, 4), (2, 33), (7, 8), (4, 31)]
 def slow_row(
     tokens: list[int], prompt_length: int, slot_size: int, p: float, masks: list[float], order: list[float]
 ) -> tuple[list[int], list[int], list[int], list[bool], list[float]]:
-    """Corrupt one unpadded sample slot by slot; return ids, positions, labels, masked, weights."""
+    """Corrupt a sample slot by slot: prompt, clean slots in a random order, masked slots in text order.
+
+    Args:
+        tokens: The sample without padding.
+        prompt_length: Number of tokens of the prompt.
+        slot_size: Size of a slot; the last slot may be shorter.
+        p: Probability that a slot is masked.
+        masks: A random number for each slot, below ``p`` for masked slots.
+        order: A random number for each slot, by which the clean slots are sorted.
+
+    Returns:
+        Token ids, positions, labels, whether a token is masked, and weights.
+    """
     response_length = len(tokens) - prompt_length
     slots = [
         list(range(start, min(start + slot_size, len(tokens))))
@@ -88,10 +100,10 @@ def test_equals_the_slow_reference(
     assert attention_mask(corrupted) is None
 
 
-def many(
+def make_many_samples(
     make_batch: Callable[..., ResponseBatch], make_noise: Noise, prompt: int, response: int, num_rows: int = 20_000
 ) -> tuple[ResponseBatch, KeyedNoise]:
-    """Return many samples of one shape, with their noise."""
+    """Return many samples of the same lengths, and their noise, to compare frequencies with probabilities."""
     batch = make_batch([(prompt, response)] * num_rows)
     return batch, make_noise(batch)
 
@@ -109,8 +121,8 @@ def test_slot_sizes_are_equally_frequent(
     chi_square: Callable[..., float],
     special_tokens: SpecialTokens,
 ) -> None:
-    batch, noise = many(make_batch, make_noise, 1, 32)
-    # With nothing masked a row has one label less than tokens for each slot, which tells the slot size.
+    batch, noise = make_many_samples(make_batch, make_noise, 1, 32)
+    # With nothing masked, every token but the last of a slot has a label, so the number of labels gives the slot size.
     objective = Hybrid(slot_sizes=(4, 8, 16, 32))
     corrupted = objective.corrupt(batch, noise, special_tokens, mask_ratio=torch.full((20_000,), 1e-12))
     num_slots = Counter((32 - (corrupted.labels != IGNORE_INDEX).sum(1)).tolist())
@@ -124,7 +136,7 @@ def test_slots_are_masked_independently_with_the_given_ratio(
     chi_square: Callable[..., float],
     special_tokens: SpecialTokens,
 ) -> None:
-    batch, noise = many(make_batch, make_noise, 2, 11)
+    batch, noise = make_many_samples(make_batch, make_noise, 2, 11)
     objective = Hybrid(slot_sizes=(4,))
     corrupted = objective.corrupt(batch, noise, special_tokens, mask_ratio=torch.full((20_000,), 0.3))
     patterns = Counter(map(tuple, masked_slots(corrupted, 2, 4).tolist()))
@@ -139,9 +151,9 @@ def test_mask_ratio_is_uniform_when_drawn(
     chi_square: Callable[..., float],
     special_tokens: SpecialTokens,
 ) -> None:
-    batch, noise = many(make_batch, make_noise, 1, 5)
+    batch, noise = make_many_samples(make_batch, make_noise, 1, 5)
     corrupted = Hybrid(slot_sizes=(1,), eps=1e-9).corrupt(batch, noise, special_tokens)
-    # With t uniform, the number of masked ones among n slots is uniform on 0 .. n.
+    # If the mask ratio is uniform, the number of masked slots among n slots is uniform on 0 .. n.
     counts = Counter(masked_slots(corrupted, 1, 1).sum(1).tolist())
     assert chi_square([counts[number] for number in range(6)], [20_000 / 6] * 6) < 20.5  # 5 degrees of freedom
     weights = corrupted.weights[corrupted.is_masked]
@@ -155,7 +167,7 @@ def test_clean_slots_come_in_every_order_equally_often(
     chi_square: Callable[..., float],
     special_tokens: SpecialTokens,
 ) -> None:
-    batch, noise = many(make_batch, make_noise, 1, 8, num_rows=12_000)
+    batch, noise = make_many_samples(make_batch, make_noise, 1, 8, num_rows=12_000)
     objective = Hybrid(slot_sizes=(3,))
     corrupted = objective.corrupt(batch, noise, special_tokens, mask_ratio=torch.full((12_000,), 1e-12))
     slots = {0: (1, 2, 3), 1: (4, 5, 6), 2: (7, 8)}
@@ -237,7 +249,7 @@ def test_released_programs_losses(chunk_size: int | None) -> None:
 def test_model_trained_elsewhere_has_a_low_loss_under_our_corruption(
     make_noise: Noise, special_tokens: SpecialTokens
 ) -> None:
-    """Weights that the released program trained know what our layouts ask of them."""
+    """Weights that the released program trained predict the labels of our layout, so both layouts mean the same."""
     directory = GOLDENS / "models" / "additions-clean"
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     objective = Hybrid()
@@ -263,7 +275,10 @@ def test_model_trained_elsewhere_has_a_low_loss_under_our_corruption(
 
 
 def test_released_programs_labels_follow_our_rules() -> None:
-    """Rebuild each golden layout from its clean batch, its masks and its order of slots."""
+    """Rebuild each golden layout with ``slow_row`` from its clean batch, its masks and its order of slots.
+
+    A golden does not record the slot size, so one of the sizes must give the golden.
+    """
     golden = json.loads((GOLDENS / "refusion_loss_mid.json").read_text())
     for values in golden["batches"]:
         for row, prompt in enumerate(values["prompt_lengths"]):

@@ -16,9 +16,16 @@ from support.refusion_cases import decoders, make_prompt
 
 
 def accepts_all(text: list[int], accepted: list[int], shape: tuple[int, int], first: int) -> bool:
-    return len(accepted) == shape[1] and not any(
-        text[place - first] == EOS for place in accepted if place - first < len(text)
-    )
+    """Return whether a verification accepted all its drafts and none of them is an EOS token.
+
+    Args:
+        text: The generated tokens.
+        accepted: The accepted positions.
+        shape: Sequences and tokens of the verification.
+        first: Position of the first generated token.
+    """
+    accepted_tokens = [text[position - first] for position in accepted if position - first < len(text)]
+    return len(accepted) == shape[1] and EOS not in accepted_tokens
 
 
 @settings(max_examples=examples(72), deadline=None)
@@ -37,29 +44,29 @@ def test_planning_ahead_changes_no_token(
     ends = data.draw(st.frozensets(st.integers(first, first + num_new_tokens), max_size=2))
     bias = data.draw(st.sampled_from([-30.0, -4.0, 0.0, 6.0]))
     sampling = SamplingParams(max_new_tokens=num_new_tokens, temperature=temperature)
-    rows = [
+    plain, fused = (
         decode(HashModel(seed, ends=ends, end_bias=bias), variant, [prompt], sampling, trace=True).rows[0]
         for variant in (decoder, replace(decoder, fused=True))
-    ]
-    assert rows[0].token_ids == rows[1].token_ids
+    )
+    assert plain.token_ids == fused.token_ids
     if decoder.infill == "bonus":  # `fused` also decides which drafts there are
         return
-    phases = [[entry.phase for entry in row.trace] for row in rows]
-    num_plans = phases[0].count("plan")
-    # One plan a round with or without: those that came from elsewhere are the forwards saved.
-    assert len(phases[0]) - len(phases[1]) == num_plans - phases[1].count("plan") >= 0
-    assert [phase.removesuffix("+plan") for phase in phases[1] if phase != "plan"] == [
-        phase for phase in phases[0] if phase != "plan"
-    ]
-    # A plan is saved after every verification that accepted its last draft, and every recomputation.
-    accepted = [set(entry.accepted) for entry in rows[0].trace]
-    saved = 0
-    for i, entry in enumerate(rows[0].trace[:-1]):
-        if entry.phase == "recompute" or (entry.phase == "verify" and accepted[i]):
-            saved += phases[0][i + 1] == "plan" and (
-                entry.phase == "recompute" or accepts_all(rows[0].token_ids, entry.accepted, entry.shape, first)
-            )
-    assert phases[0].count("plan") - phases[1].count("plan") >= saved
+    plain_phases = [entry.phase for entry in plain.trace]
+    fused_phases = [entry.phase for entry in fused.trace]
+    # Forward passes are saved only where a plan is part of another forward pass.
+    num_saved = plain_phases.count("plan") - fused_phases.count("plan")
+    assert len(plain_phases) - len(fused_phases) == num_saved >= 0
+    other_plain_phases = [phase for phase in plain_phases if phase != "plan"]
+    other_fused_phases = [phase.removesuffix("+plan") for phase in fused_phases if phase != "plan"]
+    assert other_fused_phases == other_plain_phases
+    # A plan is saved after every recomputation, and after every verification that accepted all its drafts.
+    num_saved_at_least = 0
+    for entry, next_phase in zip(plain.trace, plain_phases[1:], strict=False):
+        if next_phase == "plan" and entry.phase == "recompute":
+            num_saved_at_least += 1
+        elif next_phase == "plan" and entry.phase == "verify" and entry.accepted:
+            num_saved_at_least += accepts_all(plain.token_ids, entry.accepted, entry.shape, first)
+    assert num_saved >= num_saved_at_least
 
 
 @pytest.mark.parametrize("cls", [ReFusion, RecomputeKV])
@@ -77,7 +84,7 @@ def test_with_all_drafts_accepted_a_round_is_one_forward(cls: type[ReFusion]) ->
     assert row.token_ids == [oracle_text(None)(place) for place in range(2, 34)]
 
 
-def test_an_end_among_the_drafts_plans_only_what_stands_before_it() -> None:
+def test_after_an_eos_token_among_the_drafts_only_slots_before_it_are_planned() -> None:
     # Slots 2 and 3 are certain, 2 holds the end: the next plan sees no draft after it and holds slots 0 and 1.
     sure = {2 + 8, 2 + 12}
     model = OracleModel(oracle_text(2 + 9), certainty=lambda place: 0.97 if place in sure else 0.5)
@@ -95,7 +102,7 @@ def test_an_end_among_the_drafts_plans_only_what_stands_before_it() -> None:
     assert seen[:, : 2 + 2].all()
 
 
-def test_an_infill_that_recomputes_plans_with_it() -> None:
+def test_recomputing_keys_and_values_after_an_infill_plans_in_the_same_forward_pass() -> None:
     model = OracleModel(oracle_text(None), certainty=lambda place: 0.9 - 0.01 * place, agreement=lambda _: 0.5)
     decoder = RecomputeKV(slot_size=2, num_serial_blocks=1, token_threshold=0.6)
     [row] = decode(model, decoder, [make_prompt([5])], SamplingParams(max_new_tokens=4), trace=True).rows
@@ -109,7 +116,7 @@ def test_an_infill_that_recomputes_plans_with_it() -> None:
     data=st.data(), seed=st.integers(0, 9999), num_new_tokens=st.integers(1, 40), fused=st.booleans(),
     temperature=st.sampled_from([0.0, 0.0, 1.0]),
 )  # fmt: skip
-def test_the_layout_of_infills_changes_no_token(
+def test_the_packed_layout_of_infills_gives_the_same_text_and_computes_at_most_as_many_positions(
     data: st.DataObject, seed: int, num_new_tokens: int, fused: bool, temperature: float
 ) -> None:
     decoder = replace(data.draw(decoders(num_new_tokens)), fused=fused)

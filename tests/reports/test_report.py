@@ -34,6 +34,7 @@ def _page(path: Path) -> ParsedPage:
 
 
 def test_scores_of_other_predictions_are_left_out(tmp_path: Path) -> None:
+    """``score`` writes its scores into a file beside the predictions, which may since be those of other weights."""
     line = {"id": "0", "prompt": "p", "response": "r", "num_tokens": 2, "num_forwards": 1}
     original, scored = tmp_path / "predictions_d.jsonl", tmp_path / "predictions_d.scored.jsonl"
     for weights, expected in (("a", 1.0), ("b", 0.0)):
@@ -45,6 +46,7 @@ def test_scores_of_other_predictions_are_left_out(tmp_path: Path) -> None:
 
 
 def test_the_page_loads_nothing_and_escapes_everything(tmp_path: Path) -> None:
+    """Prompts, responses and names are texts of others: in a browser they must not become scripts or tags."""
     lines = [prediction(f"p{i}{HOSTILE}", 1.0, 4, 2, text=HOSTILE) for i in range(3)]
     run = write_run(tmp_path / "run", {"odd $name_": lines, "_b": lines}, mismatches={"_b": [HOSTILE]})
     files = write_report([run])
@@ -141,7 +143,7 @@ def test_differences_are_paired_by_prompt_id(tmp_path: Path) -> None:
 
 
 def test_ids_with_different_prompts_or_references_are_not_paired(tmp_path: Path) -> None:
-    """As of two runs with different data seeds: the ids are equal, the prompts are not."""
+    """Two runs with different data seeds have equal ids for different prompts."""
     one = [prediction(f"p{i}", 1.0, text=f"seed 1, {i}" if i < 3 else "same") for i in range(4)]
     two = [prediction(f"p{i}", 0.0, text=f"seed 2, {i}" if i < 3 else "same") for i in range(4)]
     two[2] = {**one[2], "reference": "another", "score": 0.0}
@@ -162,6 +164,7 @@ def test_ids_with_different_prompts_or_references_are_not_paired(tmp_path: Path)
 
 
 def test_the_front_leaves_out_rows_with_other_prompts(tmp_path: Path) -> None:
+    """The front are the rows that no row beats in both score and tokens per forward pass, on the same prompts."""
     many = {name: predictions([1.0, 1.0, 0.0, 0.0], forwards=forwards) for name, forwards in (("a", 2), ("b", 4))}
     few = {"lucky": predictions([1.0, 1.0], forwards=1)}
     paths = [write_run(tmp_path / "many", many), write_run(tmp_path / "few", few)]
@@ -190,7 +193,11 @@ def test_speeds_of_concurrent_points_are_left_out(tmp_path: Path) -> None:
 def test_speeds_of_short_decodes_are_called_uncertain_unless_they_were_measured_in_turns(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"a": predictions([1.0, 0.0])})
     results = json.loads((run / "results.json").read_text())
-    for seconds, latency, is_uncertain in ((0.4, {}, True), (40.0, {}, False), (0.4, {"decoders": {"a": {}}}, False)):
+    for seconds, latency, is_uncertain in [
+        (0.4, {}, True),  # a short decode
+        (40.0, {}, False),  # a long decode
+        (0.4, {"decoders": {"a": {}}}, False),  # a short decode, whose speed was measured apart, in turns
+    ]:
         results["results"]["a"]["seconds"] = seconds
         results["latency_results"] = latency
         (run / "results.json").write_text(json.dumps(results))
@@ -230,12 +237,12 @@ def test_the_axis_of_speeds_has_plain_numbers(speeds: tuple[float, ...], tmp_pat
     (run / "results.json").write_text(json.dumps(results))
     picture = ElementTree.fromstring(speed_plot(compare(*read_runs([run]))))
     texts = ["".join(text.itertext()) for text in picture.iter(f"{SVG}text")]
-    [end] = [i for i, text in enumerate(texts) if text.startswith("tokens per second")]  # its ticks come before it
-    numbers = [float(text) for text in texts[:end] if text]
-    assert len([number for number in numbers if min(speeds) * 0.8 < number < max(speeds) * 1.2]) >= 2
+    title = next(i for i, text in enumerate(texts) if text.startswith("tokens per second"))
+    ticks = [float(text) for text in texts[:title] if text]  # the texts before the title of the axis
+    assert len([tick for tick in ticks if min(speeds) * 0.8 < tick < max(speeds) * 1.2]) >= 2
 
 
-def test_rows_are_compared_with_the_decoder_that_speeds_were_compared_with(tmp_path: Path) -> None:
+def test_the_baseline_of_speeds_is_also_the_default_baseline_of_scores(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {name: predictions([1.0, 0.0]) for name in ("first", "slow", "last")})
     results = json.loads((run / "results.json").read_text())
     ratios = {"first": [2.0, 1.5, 2.5], "slow": [1.0] * 3}
@@ -293,7 +300,7 @@ def test_decoders_of_points_are_an_option_only_where_their_names_are_equal(
     assert len({row.label for row in comparison.rows}) == 2
 
 
-def test_options_with_the_same_last_name_keep_what_tells_them_apart(tmp_path: Path) -> None:
+def test_columns_of_options_with_the_same_last_name_have_longer_names(tmp_path: Path) -> None:
     for i in range(2):
         options = {"model.decoders.a.slot_size": i, "model.decoders.b.slot_size": -i, "seed": i}
         options["model.decoders.a"] = {"class_path": f"x.y.Class{i}", "init_args": {"long": "x" * 500}}
@@ -321,7 +328,7 @@ def test_a_row_with_few_prompts_says_so(tmp_path: Path) -> None:
     assert "| lucky (ReFusion) | 2 of 96 |" in files[1].read_text()
 
 
-def test_every_point_says_what_it_is(tmp_path: Path) -> None:
+def test_every_point_of_a_plot_has_a_tooltip(tmp_path: Path) -> None:
     _, tradeoff = write_report([write_sweep(tmp_path / "sweep")])
     titles = [element.text or "" for element in ElementTree.parse(tradeoff).iter(f"{SVG}title")]
     assert len(titles) == 6

@@ -11,6 +11,7 @@ import re
 import resource
 import signal
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,21 @@ NUM_STEPS = 40
 AT_EPOCH_ENDS = ["--trainer.check_val_every_n_epoch=1", "--trainer.val_check_interval=1.0"]
 
 
+@dataclass
+class Unbroken:
+    """A training that was not interrupted.
+
+    Attributes:
+        losses: The logged losses by step, as texts.
+        state: The last checkpoint.
+    """
+
+    losses: dict[int, str]
+    state: dict[str, Any]
+
+
 def _losses(run: Path) -> dict[int, str]:
-    """Return the losses as they stand in the files of all versions; a step that was done twice must agree."""
+    """Return the losses by step, as texts, of all versions of a run; a step that ran twice must have one loss."""
     losses: dict[int, str] = {}
     for path in sorted(run.glob("version_*/metrics*.csv")):
         with path.open() as file:
@@ -56,33 +70,33 @@ def _assert_equal(actual: Any, expected: Any) -> None:
         for key in expected:
             _assert_equal(actual[key], expected[key])
     elif isinstance(expected, list | tuple):
-        for one, other in zip(actual, expected, strict=True):
-            _assert_equal(one, other)
+        for actual_item, expected_item in zip(actual, expected, strict=True):
+            _assert_equal(actual_item, expected_item)
     else:
         assert actual == expected
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory, fit_args: list[str]) -> tuple[dict[int, str], dict[str, Any]]:
+def unbroken(tmp_path_factory: pytest.TempPathFactory, fit_args: list[str]) -> Unbroken:
     folder = tmp_path_factory.mktemp("unbroken")
     assert main([*fit_args, f"--runs_dir={folder}"]) == 0  # here, so that the processes find everything imported
     run = folder / "quickstart"
-    return _losses(run), _state(run / "version_0" / "checkpoints" / "last.ckpt")
+    return Unbroken(_losses(run), _state(run / "version_0" / "checkpoints" / "last.ckpt"))
 
 
-def _assert_like_unbroken(run: Path, unbroken: tuple[dict[int, str], dict[str, Any]]) -> None:
-    losses, state = unbroken
+def _assert_like_unbroken(run: Path, unbroken: Unbroken) -> None:
+    """Assert that an interrupted run has the losses and the last checkpoint of the unbroken run."""
     actual = _losses(run)
-    assert len(losses) == NUM_STEPS
-    assert actual.items() <= losses.items()
-    assert max(actual) == max(losses)
+    assert len(unbroken.losses) == NUM_STEPS
+    assert actual.items() <= unbroken.losses.items()
+    assert max(actual) == max(unbroken.losses)
     last = _state(_checkpoints(run)[-1])
     for key in ("global_step", "state_dict", "optimizer_states", "lr_schedulers"):
-        _assert_equal(last[key], state[key])
+        _assert_equal(last[key], unbroken.state[key])
 
 
 def _die_while_writing(number: int) -> None:
-    """Let the process kill itself when half of a checkpoint is written."""
+    """Let the process kill itself when half of its checkpoint number ``number`` is written."""
     save, count = torch.save, 0
 
     def die(values: Any, file: Any) -> None:
@@ -96,31 +110,32 @@ def _die_while_writing(number: int) -> None:
     torch.save = die
 
 
-def test_killed_at_random_moments_and_while_writing(
-    tmp_path: Path, fit_args: list[str], unbroken: tuple[dict[int, str], dict[str, Any]]
-) -> None:
+def test_killed_at_random_moments_and_while_writing(tmp_path: Path, fit_args: list[str], unbroken: Unbroken) -> None:
+    """Six times a process resumes the training and is killed: twice while it writes a checkpoint."""
     draw = random.Random(0)
     args = [*fit_args, f"--runs_dir={tmp_path}", "--ckpt_path=last"]
     run = tmp_path / "quickstart"
     num_kills = 0
     for attempt in range(6):
-        writing = attempt % 3 == 1
-        process = start(args, tmp_path / "log", (lambda: _die_while_writing(draw.randint(1, 4))) if writing else None)
-        metrics = run / f"version_{attempt}" / "metrics.csv"
-        while not writing and process.is_alive() and not metrics.is_file():
-            time.sleep(0.005)
-        if not writing:
+        if attempt % 3 == 1:
+            process = start(args, tmp_path / "log", lambda: _die_while_writing(draw.randint(1, 4)))
+        else:
+            process = start(args, tmp_path / "log")
+            metrics = run / f"version_{attempt}" / "metrics.csv"
+            while process.is_alive() and not metrics.is_file():
+                time.sleep(0.005)
             time.sleep(draw.uniform(0, 0.15))
             process.kill()
         num_kills += wait(process) == -signal.SIGKILL
         for path in _checkpoints(run):
-            _state(path)  # never a torn one
+            _state(path)  # all checkpoints can be read: none is half written
     assert num_kills >= 4
     assert wait(start(args, tmp_path / "log")) == 0
     _assert_like_unbroken(run, unbroken)
 
 
 def test_the_last_step_is_saved_with_any_intervals(tmp_path: Path, fit_args: list[str]) -> None:
+    """A training of 10, then 17, then 20 steps ends with the state of a training of 20 steps."""
     args = [*fit_args, "--model.schedule.final_lr_ratio=1"]  # or the learning rate would depend on the last step
     for num_steps in (10, 17, 20):  # checkpoints are saved every third step
         assert main([*args, f"--runs_dir={tmp_path}", f"--trainer.max_steps={num_steps}", "--ckpt_path=last"]) == 0
@@ -132,7 +147,8 @@ def test_the_last_step_is_saved_with_any_intervals(tmp_path: Path, fit_args: lis
         _assert_equal(resumed[key], unbroken[key])
 
 
-def test_a_run_of_epochs_may_be_stopped_at_their_ends_and_within(tmp_path: Path, fit_args: list[str]) -> None:
+def test_a_run_may_be_stopped_at_the_end_of_an_epoch_and_within(tmp_path: Path, fit_args: list[str]) -> None:
+    """Stopped and resumed four times, four epochs end with the state and the metrics of an unbroken run."""
     args = [*fit_args, "--trainer.max_epochs=4", "--data.task.num_train=48", f"--runs_dir={tmp_path}"]
     args += ["--model.schedule.final_lr_ratio=1"]  # or the learning rate would depend on the last step
     assert main([*args, "--run_version=unbroken", "--trainer.max_steps=-1"]) == 0
@@ -140,18 +156,19 @@ def test_a_run_of_epochs_may_be_stopped_at_their_ends_and_within(tmp_path: Path,
     unbroken = _state(run / "unbroken" / "checkpoints" / "last.ckpt")
     per_epoch = unbroken["global_step"] // 4
     stops = (per_epoch, 2 * per_epoch, 2 * per_epoch + 1, 3 * per_epoch, -1)
-    for resume, num_steps in zip((False, True, True, True, True), stops, strict=True):
-        where = ["fit", f"--resume={run / 'stopped'}"] if resume else [*args, "--run_version=stopped"]
-        assert main([*where, f"--trainer.max_steps={num_steps}"]) == 0
+    for index, num_steps in enumerate(stops):
+        command = [*args, "--run_version=stopped"] if index == 0 else ["fit", f"--resume={run / 'stopped'}"]
+        assert main([*command, f"--trainer.max_steps={num_steps}"]) == 0
     resumed = _state(run / "stopped" / "checkpoints" / "last.ckpt")
     for key in ("global_step", "state_dict", "optimizer_states", "lr_schedulers"):
         _assert_equal(resumed[key], unbroken[key])
     assert _rows(run / "stopped") == _rows(run / "unbroken")
 
 
-def test_the_last_step_is_validated_and_a_longer_run_is_as_if_it_were_not(
+def test_the_last_step_is_validated_and_a_longer_run_forgets_that_validation(
     tmp_path: Path, fit_args: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """A run of 6 steps, resumed to 17, has the metrics, checkpoints and early stopping of a run of 17 steps."""
     overlay = tmp_path / "stopping.yaml"
     overlay.write_text(
         "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.EarlyStopping, "
@@ -222,7 +239,7 @@ def test_a_stop_beside_a_validation_counts_the_validation_once(
 
 
 @pytest.mark.parametrize("options", [["--trainer.limit_val_batches=0"], ["--trainer.val_check_interval=20"]])
-def test_no_validation_is_added_where_there_is_none_or_it_is_due(
+def test_no_validation_is_added_without_validations_or_beside_a_validation(
     tmp_path: Path, fit_args: list[str], options: list[str]
 ) -> None:
     assert main([*fit_args, *options, f"--runs_dir={tmp_path}", "--trainer.max_steps=10"]) == 0
@@ -237,12 +254,31 @@ EVERY_SECOND = ["--trainer.check_val_every_n_epoch=1", "--trainer.val_check_inte
 @pytest.mark.parametrize(
     ("save", "length", "num_steps"),
     [
-        ("save_top_k: 0, every_n_train_steps: 100", ["--trainer.max_epochs=1", "--trainer.max_steps=-1"], None),
-        ("save_top_k: 0, every_n_train_steps: 0, every_n_epochs: 1", ["--trainer.max_steps=5"], 5),
-        ("every_n_train_steps: 0, every_n_epochs: 1", ["--trainer.max_steps=5", *AT_EPOCH_ENDS], 5),
-        ("every_n_train_steps: 2, monitor: val/loss, mode: max", ["--trainer.max_steps=6", *EVERY_SECOND], 6),
+        pytest.param(
+            "save_top_k: 0, every_n_train_steps: 100",
+            ["--trainer.max_epochs=1", "--trainer.max_steps=-1"],
+            None,
+            id="in the last epoch",
+        ),
+        pytest.param(
+            "save_top_k: 0, every_n_train_steps: 0, every_n_epochs: 1",
+            ["--trainer.max_steps=5"],
+            5,
+            id="between validations",
+        ),
+        pytest.param(
+            "every_n_train_steps: 0, every_n_epochs: 1",
+            ["--trainer.max_steps=5", *AT_EPOCH_ENDS],
+            5,
+            id="at the end of an epoch",
+        ),
+        pytest.param(
+            "every_n_train_steps: 2, monitor: val/loss, mode: max",
+            ["--trainer.max_steps=6", *EVERY_SECOND],
+            6,
+            id="with a validation that is not best",
+        ),
     ],
-    ids=["in the last epoch", "between validations", "at the end of an epoch", "with a validation that is not best"],
 )
 def test_the_last_step_is_saved_where_nothing_else_would_be(
     tmp_path: Path, fit_args: list[str], save: str, length: list[str], num_steps: int | None
@@ -271,7 +307,7 @@ def test_the_last_step_is_saved_where_validations_do_not_reach(tmp_path: Path, f
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_ends_and_training_resumes(
-    tmp_path: Path, fit_args: list[str], unbroken: tuple[dict[int, str], dict[str, Any]], number: signal.Signals
+    tmp_path: Path, fit_args: list[str], unbroken: Unbroken, number: signal.Signals
 ) -> None:
     args = [*fit_args, f"--runs_dir={tmp_path}", "--run_version=v", "--ckpt_path=last"]
     run = tmp_path / "quickstart"
@@ -322,7 +358,9 @@ def test_a_signal_in_the_step_that_ends_training_ends_it_as_usual(
         assert _state(run / name / "checkpoints" / "last.ckpt")["global_step"] == 6
 
 
-def test_how_to_resume_again_has_the_options_that_the_runs_config_lacks(tmp_path: Path, fit_args: list[str]) -> None:
+def test_the_printed_command_to_resume_has_the_options_of_the_resumed_run(tmp_path: Path, fit_args: list[str]) -> None:
+    """The run's config says 2 steps, so that the command must name the 9 steps of the interrupted resumption."""
+
     def interrupt() -> None:
         start_of_batch = SlotDiffusionModule.on_train_batch_start
 
@@ -343,7 +381,7 @@ def test_how_to_resume_again_has_the_options_that_the_runs_config_lacks(tmp_path
 
 
 def _rows(run: Path) -> list[tuple[str, bool]]:
-    """Return the step of each row of a run's metrics, and whether it is a validation's."""
+    """Return, for each row of a run's metrics, the step and whether the row is of a validation."""
     with (run / "metrics.csv").open() as file:
         return [(row["step"], bool(row.get("val/loss"))) for row in csv.DictReader(file)]
 
@@ -415,7 +453,8 @@ def test_a_full_disk_ends_a_logger_with_one_line_that_names_the_file(tmp_path: P
         assert "Traceback" not in output
 
 
-def test_slurm_is_obeyed_at_the_end_of_a_step_and_the_job_queued_again(tmp_path: Path, fit_args: list[str]) -> None:
+def test_slurms_signal_saves_a_checkpoint_and_requeues_the_job(tmp_path: Path, fit_args: list[str]) -> None:
+    """A fake ``scontrol`` records the request to queue the job again."""
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
     scontrol.write_text(f"#!/bin/sh\necho $@ > {tmp_path}/asked\n")
@@ -439,8 +478,8 @@ def test_slurm_is_obeyed_at_the_end_of_a_step_and_the_job_queued_again(tmp_path:
     assert not list(tmp_path.glob("*.ckpt"))
 
 
-def test_a_full_disk_ends_with_its_name_and_the_checkpoints_before_from_which_the_run_goes_on(
-    tmp_path: Path, fit_args: list[str], unbroken: tuple[dict[int, str], dict[str, Any]]
+def test_a_full_disk_ends_the_training_and_leaves_earlier_checkpoints_to_resume_from(
+    tmp_path: Path, fit_args: list[str], unbroken: Unbroken
 ) -> None:
     def fill_up() -> None:
         save, count = torch.save, 0

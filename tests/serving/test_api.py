@@ -42,8 +42,8 @@ def client(server: Server) -> Any:
         yield client
 
 
-def alone(model: TextModel, text: str, prompt_id: str = "0", **options: Any) -> Generation:
-    """Return the answer without a server."""
+def decode_alone(model: TextModel, text: str, prompt_id: str = "0", **options: Any) -> Generation:
+    """Return the answer of the model without a server, to compare with."""
     sampling = SamplingParams(**{"max_new_tokens": 16} | options)
     prompt = Prompt(token_ids=tuple(model.encode(text)), id=prompt_id)
     return model.decode([prompt], model.default_decoder, sampling).rows[0]
@@ -55,8 +55,8 @@ def chat(client: Any, text: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("text", TEXTS[:3])
-def test_answers_are_those_without_a_server(client: Any, model: TextModel, text: str) -> None:
-    row = alone(model, text)
+def test_answers_equal_decoding_without_a_server(client: Any, model: TextModel, text: str) -> None:
+    row = decode_alone(model, text)
     response = chat(client, text)
     assert response.choices[0].message.content == row.text
     assert response.choices[0].finish_reason == {"eos": "stop"}.get(row.finish_reason, row.finish_reason)
@@ -65,53 +65,55 @@ def test_answers_are_those_without_a_server(client: Any, model: TextModel, text:
     assert response.usage.forwards == row.num_forwards
     assert response.usage.tokens_per_forward == pytest.approx(row.num_tokens / row.num_forwards, abs=1e-3)
     completion = client.completions.create(model=NAME, prompt=text, max_tokens=7)
-    assert completion.choices[0].text == alone(model, text, max_new_tokens=7).text
+    assert completion.choices[0].text == decode_alone(model, text, max_new_tokens=7).text
 
 
 def test_a_stream_grows_to_the_answer(client: Any, model: TextModel) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = list(chat(client, "1+1", max_tokens=40, **options))
-    row = alone(model, "1+1", max_new_tokens=40)
+    row = decode_alone(model, "1+1", max_new_tokens=40)
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
     assert "".join(texts) == row.text
     assert sum(map(bool, texts)) > 1, "piece by piece"
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] in ("stop", "length")
     assert chunks[-1].usage.completion_tokens == row.num_tokens
     pieces = client.completions.create(model=NAME, prompt=TEXTS[2], stream=True)
-    assert "".join(chunk.choices[0].text for chunk in pieces) == alone(model, TEXTS[2]).text
+    assert "".join(chunk.choices[0].text for chunk in pieces) == decode_alone(model, TEXTS[2]).text
 
 
-def test_the_role_is_told_once(client: Any, model: TextModel) -> None:
-    """OpenAI's client joins the texts of a stream's fields, that of the role too."""
+def test_a_stream_has_the_role_once(client: Any, model: TextModel) -> None:
+    """OpenAI's client joins the texts of a field, so that a role sent twice would become ``assistantassistant``."""
     messages: Any = [{"role": "user", "content": "12+30="}]
     with client.chat.completions.stream(model=NAME, messages=messages, n=2, max_tokens=40) as stream:
         answers = [choice.message for choice in stream.get_final_completion().choices]
-    assert [(message.role, message.content) for message in answers] == [("assistant", alone(model, "12+30=").text)] * 2
+    assert [(message.role, message.content) for message in answers] == [
+        ("assistant", decode_alone(model, "12+30=").text)
+    ] * 2
 
 
 def test_choices_stops_and_seeds(client: Any, model: TextModel) -> None:
     response = chat(client, "1+1", n=3, temperature=0.9, seed=7, stop=["2"], top_p=0.9)
-    rows = [alone(model, "1+1", str(i), temperature=0.9, seed=7, stop=("2",), top_p=0.9) for i in range(3)]
+    rows = [decode_alone(model, "1+1", str(i), temperature=0.9, seed=7, stop=("2",), top_p=0.9) for i in range(3)]
     assert [choice.message.content for choice in response.choices] == [row.text for row in rows]
     again = chat(client, "1+1", temperature=1.0)
-    assert alone(model, "1+1", temperature=1.0, seed=again.seed).text == again.choices[0].message.content
+    assert decode_alone(model, "1+1", temperature=1.0, seed=again.seed).text == again.choices[0].message.content
     stopped = chat(client, "1+1", stop="one text of more than 16 characters")
-    assert stopped.choices[0].message.content == alone(model, "1+1").text
+    assert stopped.choices[0].message.content == decode_alone(model, "1+1").text
     kept: dict[str, Any] = {"temperature": 1.0, "seed": 3, "top_k": 1}
-    assert chat(client, "1+1", extra_body=kept).choices[0].message.content == alone(model, "1+1", **kept).text
+    assert chat(client, "1+1", extra_body=kept).choices[0].message.content == decode_alone(model, "1+1", **kept).text
     kept |= {"top_k": None}
     for top_k in (-1, 0):
         answer = chat(client, "1+1", extra_body=kept | {"top_k": top_k}).choices[0].message.content
-        assert answer == alone(model, "1+1", **kept).text
+        assert answer == decode_alone(model, "1+1", **kept).text
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=NAME, prompt="1+1", best_of=2)
     assert caught.value.param == "best_of"
     several = client.completions.create(model=NAME, prompt=TEXTS[:3], best_of=1)
-    assert [choice.text for choice in several.choices] == [alone(model, text).text for text in TEXTS[:3]]
+    assert [choice.text for choice in several.choices] == [decode_alone(model, text).text for text in TEXTS[:3]]
 
 
-def test_every_forward_is_told_as_it_happens(model: TextModel) -> None:
-    """Also those that commit nothing: what they drafted, and which earlier drafts they verified."""
+def test_a_stream_with_include_decode_has_an_event_for_every_forward_pass(model: TextModel) -> None:
+    """An event has what a forward pass drafted, verified and committed, even if it committed nothing."""
     decoder = ReFusion(slot_size=4, num_serial_blocks=2)
     prompt = Prompt(token_ids=tuple(model.encode("1+1")), id="0")
     sampling = SamplingParams(max_new_tokens=24)
@@ -144,15 +146,18 @@ def test_the_asynchronous_client_and_200_connections(model: TextModel) -> None:
 
     with serving(model, rows=16, max_waiting=200) as server:
         responses = asyncio.run(ask(address(server)))
-    rows = {(i, n): alone(model, TEXTS[i], max_new_tokens=n).text for i in range(5) for n in (4, 5, 6)}
+    rows = {(i, n): decode_alone(model, TEXTS[i], max_new_tokens=n).text for i in range(5) for n in (4, 5, 6)}
     assert [response.choices[0].message.content for response in responses] == [
         rows[i % 5, 4 + i % 3] for i in range(200)
     ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_drafts_are_made_while_few_requests_share_a_forward(dtype: Any) -> None:
-    """A lone request has the forwards that it has without a server, and among others more; its text stays."""
+def test_drafts_are_made_while_few_requests_share_a_forward_pass(dtype: Any) -> None:
+    """A single request takes as many forward passes as without a server, and more among many requests.
+
+    The text is the same in both cases.
+    """
     overrides = BackboneConfig(source=str(MODEL), batch_invariant=dtype == "bfloat16")
     model = load(MODEL, device="cpu", dtype=dtype, overrides=overrides)
     decoder = SelfSpeculative(slot_size=4)
@@ -173,8 +178,8 @@ def test_drafts_are_made_while_few_requests_share_a_forward(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("decoder", [None, Autoregressive()], ids=["ReFusion", "Autoregressive"])
-def test_in_bfloat16_an_answer_does_not_depend_on_the_others(decoder: Any) -> None:
-    """Greedy and seeded ones, while requests of other lengths arrive, end and are given up."""
+def test_in_bfloat16_an_answer_does_not_depend_on_other_requests(decoder: Any) -> None:
+    """Greedy and seeded requests are sent alone, then all at once, while other clients close their streams."""
     overrides = BackboneConfig(source=str(MODEL), batch_invariant=True)
     exact = load(MODEL, device="cpu", dtype="bfloat16", overrides=overrides)
     asked = [
@@ -189,23 +194,23 @@ def test_in_bfloat16_an_answer_does_not_depend_on_the_others(decoder: Any) -> No
             break
         await stream.close()
 
-    async def rounds(client: Any, text: str, **options: Any) -> list[Any]:
-        """Return what each forward drafted and committed."""
+    async def list_rounds(client: Any, text: str, **options: Any) -> list[Any]:
+        """Return what every forward pass drafted and committed."""
         more = {"stream": True, "stream_options": {"include_decode": True}}
         chunks = [chunk async for chunk in await chat(client, text, **options, **more)]
         return [entry for chunk in chunks if hasattr(chunk, "decode") for entry in chunk.decode["rounds"]]
 
     async def ask(url: str) -> tuple[list[Any], list[Any]]:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            alone = [await rounds(client, **options) for options in asked]
-            mixed = (rounds(client, **options) for options in asked)
-            outcomes = await asyncio.gather(*mixed, *(leave(client, i) for i in range(10)))
-            return alone, outcomes[: len(asked)]
+            one_by_one = [await list_rounds(client, **options) for options in asked]
+            all_at_once = (list_rounds(client, **options) for options in asked)
+            outcomes = await asyncio.gather(*all_at_once, *(leave(client, i) for i in range(10)))
+            return one_by_one, outcomes[: len(asked)]
 
     with serving(exact, decoder, rows=4) as server:
-        alone, mixed = asyncio.run(ask(address(server)))
-    assert mixed == alone
-    assert all(alone)
+        one_by_one, all_at_once = asyncio.run(ask(address(server)))
+    assert all_at_once == one_by_one
+    assert all(one_by_one)
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [  # options, the field that is wrong, words of the message
@@ -240,7 +245,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [  # options, the field that is
 
 
 @pytest.mark.parametrize(("options", "field", "words"), REFUSED, ids=lambda value: str(value)[:30])
-def test_what_cannot_be_done_is_refused_by_name(client: Any, options: dict[str, Any], field: str, words: str) -> None:
+def test_requests_that_cannot_be_served_are_refused_by_the_name_of_the_field(
+    client: Any, options: dict[str, Any], field: str, words: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, "1+1", **options)
     assert caught.value.param == field
@@ -261,9 +268,10 @@ def test_json_of_too_many_levels_is_refused(client: Any) -> None:
             client.chat.completions.create(model=NAME, messages=turns)
 
 
-def test_texts_and_histories_beyond_any_prompt_are_refused_unread(
+def test_texts_and_histories_beyond_any_prompt_are_refused_before_they_are_encoded(
     client: Any, server: Server, model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Encoding a huge text would keep the server busy. Here encoding would raise an error."""
     most = server.worker.limits.max_prompt_tokens
     longest = max(map(len, model.tokenizer.get_vocab()))
     monkeypatch.setattr("refusion_lit.serving.service.encode_plain_prompt", None)

@@ -1,4 +1,4 @@
-"""What goes wrong around a server, and that only the one whom it concerns notices."""
+"""Faults around a server: a fault of a request, a client or the model harms no other request."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ from support.tiny import make_bytes_base
 
 ENVIRONMENT = os.environ | {"REFUSION_LIT_API_KEY": ""}
 BAD = ">9>9>"
+"""A prompt for which the tests' models fail."""
 GOOD = ["1+1", "12+3", "7,8", "99+1=", "3;4"]
 
 
@@ -80,42 +81,49 @@ def get_metrics(server: Server) -> bytes:
         return answer.read()
 
 
-def pieces(server: Server, text: str, **options: Any) -> list[str]:
+def stream_pieces(server: Server, text: str, **options: Any) -> list[str]:
+    """Return the texts of the chunks of a streamed completion."""
     with make_client(server) as client:
         stream = client.completions.create(model=NAME, prompt=text, stream=True, **options)
         return [chunk.choices[0].text for chunk in stream]
 
 
-def alone(model: TextModel, decoder: Decoder, text: str, max_new_tokens: int) -> str:
-    prompt = Prompt(token_ids=tuple(model.encode(text)), id="0")
-    return (
-        model.decode([prompt], decoder, SamplingParams(max_new_tokens=max_new_tokens), allow_mismatch=True).rows[0].text
+def decode_alone(model: TextModel, decoder: Decoder, text: str, max_new_tokens: int) -> str:
+    """Return the text that the model gives without a server."""
+    prompt, sampling = (
+        Prompt(token_ids=tuple(model.encode(text)), id="0"),
+        SamplingParams(max_new_tokens=max_new_tokens),
     )
+    return model.decode([prompt], decoder, sampling, allow_mismatch=True).rows[0].text
 
 
-def memory(hidden: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+# Faults of a model. They get hidden states and the rows of the batch that hold the bad prompt.
+
+
+def run_out_of_memory(hidden: torch.Tensor, is_bad: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
 
 
-def bug(hidden: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+def raise_key_error(hidden: torch.Tensor, is_bad: torch.Tensor) -> torch.Tensor:
     raise KeyError("/a/secret/path")
 
 
-def no_numbers(hidden: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-    return hidden.masked_fill(where[:, None, None], torch.nan)
+def return_nan(hidden: torch.Tensor, is_bad: torch.Tensor) -> torch.Tensor:
+    return hidden.masked_fill(is_bad[:, None, None], torch.nan)
 
 
 FAULTS = [
-    (memory, 503, "out of memory"),
-    (bug, 500, "KeyError"),
-    (no_numbers, 500, "logits"),
+    pytest.param(run_out_of_memory, 503, "out of memory", id="out of memory"),
+    pytest.param(raise_key_error, 500, "KeyError", id="a bug"),
+    pytest.param(return_nan, 500, "logits", id="logits that are not numbers"),
 ]
 
 
-@pytest.mark.parametrize(("fault", "status", "message"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("fault", "status", "message"), FAULTS)
 def test_a_request_that_fails_harms_no_other(
     model: TextModel, fault: Callable[..., torch.Tensor], status: int, message: str
 ) -> None:
+    """While a bad prompt fails, other requests in the same batch get the texts that they get alone, also as streams."""
     bad = torch.tensor(model.encode(BAD)[:2])
 
     def prepare(worker: Worker) -> None:
@@ -133,22 +141,22 @@ def test_a_request_that_fails_harms_no_other(
     with serving(model, decoder, prepare=prepare) as server, ThreadPoolExecutor(9) as pool:
         good = {text: pool.submit(complete, server, text, max_tokens=30) for text in GOOD}
         failed = pool.submit(complete, server, BAD)
-        streamed = pool.submit(pieces, server, "5+5", max_tokens=30)
+        streamed = pool.submit(stream_pieces, server, "5+5", max_tokens=30)
         with pytest.raises(openai.InternalServerError) as caught:
             failed.result()
         assert caught.value.status_code == status
         assert message in caught.value.body["message"]
         assert "secret" not in caught.value.body["message"]
         for text, answer in good.items():
-            assert answer.result().choices[0].text == alone(model, decoder, text, 30)
-        assert "".join(streamed.result()) == alone(model, decoder, "5+5", 30), "no piece twice, none lost"
-        assert complete(server, "8+8").choices[0].text == alone(model, decoder, "8+8", 16)
+            assert answer.result().choices[0].text == decode_alone(model, decoder, text, 30)
+        assert "".join(streamed.result()) == decode_alone(model, decoder, "5+5", 30), "no piece twice, none lost"
+        assert complete(server, "8+8").choices[0].text == decode_alone(model, decoder, "8+8", 16)
         with pytest.raises(openai.APIError, match=message):
-            pieces(server, BAD)
+            stream_pieces(server, BAD)
 
 
 def test_each_request_of_a_failed_call_runs_alone(model: TextModel) -> None:
-    """The last of them, too, and those that came later wait for it."""
+    """So the request at fault is found. Requests that came later wait until all three have run."""
     worker = Worker(model, Autoregressive(), SamplingParams(), DecodingOptions(batch_size=4), Limits())
     worker._make_engine()
     prompt = Prompt(token_ids=tuple(model.encode("1+1")), id="0")
@@ -168,7 +176,7 @@ def test_each_request_of_a_failed_call_runs_alone(model: TextModel) -> None:
 
 
 def test_a_prompt_that_is_encoded_for_long_blocks_nobody(model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread of the event loop answers meanwhile; requests that wait for the tokenizer count as a queue."""
+    """Meanwhile the server answers ``/health``; requests that wait for the tokenizer count as a queue."""
     is_released, num_begun, encode = threading.Event(), 0, Service._encode
 
     def encode_late(service: Service, body: Any) -> Any:
@@ -203,7 +211,7 @@ def test_a_prompt_that_is_encoded_for_long_blocks_nobody(model: TextModel, monke
     assert answers == [None, expected, expected]
 
 
-def test_a_call_that_hangs_keeps_neither_clients_nor_the_server(model: TextModel) -> None:
+def test_a_forward_pass_that_hangs_delays_neither_clients_nor_the_end_of_the_server(model: TextModel) -> None:
     goes_on = threading.Event()
 
     def prepare(worker: Worker) -> None:
@@ -226,8 +234,8 @@ def test_a_call_that_hangs_keeps_neither_clients_nor_the_server(model: TextModel
         goes_on.set()
 
 
-def test_if_no_further_engine_can_be_made_everyone_is_told_and_the_server_ends(model: TextModel) -> None:
-    """As after an error of a GPU that leaves its context unusable."""
+def test_if_no_further_engine_can_be_made_all_requests_fail_and_the_server_ends(model: TextModel) -> None:
+    """This happens after an error of a GPU that leaves its context unusable."""
     is_lost = threading.Event()
 
     def prepare(worker: Worker) -> None:
@@ -280,12 +288,12 @@ def test_a_client_that_leaves_frees_its_row(model: TextModel, stream: bool) -> N
         wait_for(lambda: not worker.waiting)
         connection.close()
         wait_for(lambda: not worker.active)
-        assert complete(server, "2+2").choices[0].text == alone(model, Autoregressive(), "2+2", 16)
+        assert complete(server, "2+2").choices[0].text == decode_alone(model, Autoregressive(), "2+2", 16)
         assert b'{outcome="gone"} 2.0' in get_metrics(server)
 
 
-def test_a_client_that_leaves_just_as_something_happens_has_left() -> None:
-    """Waiting must not swallow the cancellation, or the answer would be decoded to its end."""
+def test_a_client_that_leaves_at_the_moment_of_an_update_has_left() -> None:
+    """If waiting for the update swallowed the cancellation, the answer would be decoded to its end."""
 
     async def leave() -> bool:
         job: Any = SimpleNamespace(result=None, deadline=math.inf)
@@ -302,15 +310,15 @@ def test_a_client_that_leaves_just_as_something_happens_has_left() -> None:
     assert asyncio.run(leave())
 
 
-def test_a_slow_reader_holds_nobody_up(model: TextModel) -> None:
-    """Its stream does not fit into the buffers between: the server waits with the rest, and decodes on for others."""
+def test_a_slow_reader_delays_no_other_request(model: TextModel) -> None:
+    """Its stream does not fit into the socket's buffers. The server keeps the rest and decodes for other requests."""
     length = 450
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(model, Autoregressive(), rows=2))
         server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of its connections, too
         asked = post("1+1", stream=True, max_tokens=length, stream_options={"include_decode": True})
         reader = stack.enter_context(raw(server, asked, buffer=4096))
-        expected = alone(model, Autoregressive(), "2+2", 16)
+        expected = decode_alone(model, Autoregressive(), "2+2", 16)
         assert [complete(server, "2+2").choices[0].text for _ in range(3)] == [expected] * 3
         wait_for(lambda: not server.worker.active)
         assert b'{outcome="done"} 3.0' in get_metrics(server), "the stream is decoded, but not sent"
@@ -320,7 +328,7 @@ def test_a_slow_reader_holds_nobody_up(model: TextModel) -> None:
                 break
             if line.startswith(b"data: "):
                 texts.append(json.loads(line[6:])["choices"][0]["text"])
-        assert "".join(texts) == alone(model, Autoregressive(), "1+1", length)
+        assert "".join(texts) == decode_alone(model, Autoregressive(), "1+1", length)
         wait_for(lambda: b'{outcome="done"} 4.0' in get_metrics(server))
 
 
@@ -432,7 +440,7 @@ def test_a_signal_lets_answers_end_and_refuses_others(model: TextModel) -> None:
         with pytest.raises(openai.InternalServerError, match="stopping") as caught:
             complete(server, "1+2")
         assert caught.value.status_code == 503
-        assert running.result().choices[0].text == alone(model, Autoregressive(), "1+1", 40)
+        assert running.result().choices[0].text == decode_alone(model, Autoregressive(), "1+1", 40)
         wait_for(lambda: not server.started or server.should_exit)
 
 
@@ -473,7 +481,7 @@ def test_the_command_serves_without_its_directory_and_stops_at_sigterm(
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5) as client:
             response = client.completions.create(model="additions", prompt="1+1", max_tokens=16)
         real = load(MODEL, device="cpu")
-        assert response.choices[0].text == alone(real, real.default_decoder, "1+1", 16)
+        assert response.choices[0].text == decode_alone(real, real.default_decoder, "1+1", 16)
     assert "done" in log.read_text()
     assert "1+1" not in log.read_text(), "logs have no prompts"
     assert repr(response.choices[0].text) not in log.read_text()

@@ -1,9 +1,14 @@
-"""Reasoning effort and thoughts, as OpenAI's client sends and reads them."""
+"""Reasoning effort and thoughts, as OpenAI's client sends and reads them.
+
+"Thoughts" are the text between ``<think>`` and ``</think>``.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,12 +37,14 @@ QWEN = """\
 {%- endfor %}
 {%- if add_generation_prompt %}<eos>assistant
 {%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{% endif %}"""
-"""In the manner of Qwen3: earlier thoughts are dropped from the text of a turn."""
+"""A template like Qwen3's: it drops the thoughts of earlier turns, and ``enable_thinking`` turns thoughts off."""
 EFFORT = (
     "{% if reasoning_effort == 'max' %}{{ raise_exception('no such effort') }}{% endif %}"
     "<eos>Reasoning: {{ reasoning_effort }}"
 )
+"""The head of a template like gpt-oss's, which reads ``reasoning_effort`` and refuses the effort "max"."""
 TEMPLATES = {"qwen": QWEN, "gpt_oss": EFFORT + QWEN.replace("enable_thinking", "other"), "both": EFFORT + QWEN}
+"""Templates by name: "qwen" reads ``enable_thinking``, "gpt_oss" reads ``reasoning_effort``, "both" reads both."""
 TURNS: list[Any] = [{"role": "user", "content": "Rome?"}]
 
 
@@ -54,6 +61,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextModel]:
 
 @pytest.fixture(params=TEMPLATES)
 def served(request: pytest.FixtureRequest, models: dict[str, TextModel]) -> Iterator[tuple[str, TextModel, Any]]:
+    """Serve a model with each template; yield the template's name, the model and a client."""
     model = models[request.param]
     with (
         serving(model, Autoregressive()) as server,
@@ -63,7 +71,11 @@ def served(request: pytest.FixtureRequest, models: dict[str, TextModel]) -> Iter
 
 
 def test_an_effort_sets_what_the_template_reads(served: tuple[str, TextModel, Any]) -> None:
-    """In chats and responses. Options of the request come first; what the template refuses is refused by name."""
+    """``reasoning_effort`` in chats and ``reasoning.effort`` in responses set the options that the template reads.
+
+    Options in the request's ``chat_template_kwargs`` win, and an effort that the template refuses is an error that
+    names the field.
+    """
     name, model, client = served
 
     def chat(**options: Any) -> Any:
@@ -103,22 +115,29 @@ def test_an_effort_sets_what_the_template_reads(served: tuple[str, TextModel, An
 @pytest.mark.parametrize(
     ("template", "effort", "options"),
     [
-        (None, "high", {}),
-        ("{{ messages }}", "high", {}),
-        ("{% if thinking %}{{ messages }}{% endif %}", "none", {"thinking": False}),
-        ("{% set thinking = 1 %}{{ messages[0].enable_thinking }}", "none", {}),
-        ({"default": "{{ messages }}", "tool_use": "{{ reasoning_effort }}"}, "low", {"reasoning_effort": "low"}),
-        ("{{ reasoning_effort }}", None, {}),
+        pytest.param(None, "high", {}, id="no template"),
+        pytest.param("{{ messages }}", "high", {}, id="reads no option"),
+        pytest.param("{% if thinking %}{{ messages }}{% endif %}", "none", {"thinking": False}, id="reads thinking"),
+        pytest.param(
+            "{% set thinking = 1 %}{{ messages[0].enable_thinking }}", "none", {}, id="sets a variable of that name"
+        ),
+        pytest.param(
+            {"default": "{{ messages }}", "tool_use": "{{ reasoning_effort }}"},
+            "low",
+            {"reasoning_effort": "low"},
+            id="one of two templates reads it",
+        ),
+        pytest.param("{{ reasoning_effort }}", None, {}, id="no effort is given"),
     ],
 )
 def test_options_that_a_template_does_not_read_are_left_out(template: Any, effort: Any, options: Any) -> None:
     assert effort_options(SimpleNamespace(chat_template=template), effort) == options
 
 
-def test_thoughts_are_a_part_of_the_text(models: dict[str, TextModel]) -> None:
-    """The text is what ``generate`` returns, as with vLLM without a reasoning parser; the template drops it later."""
+def test_without_separate_reasoning_thoughts_are_a_part_of_the_text(models: dict[str, TextModel]) -> None:
+    """The served text equals the text of ``generate``; the template drops the thoughts in later turns."""
     model = models["qwen"]
-    for seed in range(50):
+    for seed in range(50):  # look for a random text that has thoughts
         options: dict[str, Any] = {"temperature": 1.0, "seed": seed}
         sampling = SamplingParams(max_new_tokens=150, **options)
         [row] = model.generate(["Rome?"], decoder=Autoregressive(), sampling=sampling)
@@ -139,82 +158,133 @@ def test_thoughts_are_a_part_of_the_text(models: dict[str, TextModel]) -> None:
         )
         assert response.output_text == row.text
 
-        def count(*turns: Any) -> int:
+        def count_prompt_tokens(*turns: Any) -> int:
             answer: Any = client.chat.completions.create(model=NAME, messages=[*turns], max_tokens=1)
             return answer.usage.prompt_tokens
 
         question = {"role": "user", "content": "And?"}
-        plain = {"role": "assistant", "content": row.text.rpartition("</think>")[2]}
-        assert count(*TURNS, answer.choices[0].message, question) == count(*TURNS, plain, question)
+        answered = answer.choices[0].message
+        without_thoughts = {"role": "assistant", "content": row.text.rpartition("</think>")[2]}
+        num_prompt_tokens = count_prompt_tokens(*TURNS, without_thoughts, question)
+        assert count_prompt_tokens(*TURNS, answered, question) == num_prompt_tokens
+        # A client may send thoughts back in a field; its name varies between clients.
+        rendered = [*TURNS, without_thoughts | {"reasoning_content": "1+1"}, question]
         for name in ("reasoning", "reasoning_content"):
-            rendered = [*TURNS, plain | {"reasoning_content": "1+1"}, question]
-            assert count(*TURNS, plain | {name: "1+1"}, question) == len(model.encode("And?", rendered))
+            num_prompt_tokens = count_prompt_tokens(*TURNS, without_thoughts | {name: "1+1"}, question)
+            assert num_prompt_tokens == len(model.encode("And?", rendered))
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-WRITTEN = [  # text of the model, whether the template opens thoughts, the thoughts, the text, number of calls
-    (f"<think>\nIs it {CALL}?\n</think>\n\n{CALL}", False, f"Is it {CALL}?", "", 1),
-    (f"Hm: {CALL}\n</think>\n\nNo.", True, f"Hm: {CALL}", "No.", 0),
-    (f"{CALL} and", True, f"{CALL} and", "", 0),
+CHARACTERS_PER_TOKEN = 30
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text that the model writes, and its parts.
+
+    Attributes:
+        whole: The text.
+        is_open: Whether the template ends with ``<think>``, so that the text begins with thoughts.
+        thoughts: The thoughts.
+        text: The text after the thoughts, without calls.
+        num_calls: Number of calls after the thoughts.
+    """
+
+    whole: str
+    is_open: bool
+    thoughts: str
+    text: str
+    num_calls: int
+
+    @property
+    def num_thought_tokens(self) -> int | None:
+        """Number of tokens up to the end of the thoughts; ``None`` if the thoughts do not end."""
+        if "</think>" not in self.whole:
+            return None
+        return ceil((self.whole.find("</think>") + len("</think>")) / CHARACTERS_PER_TOKEN)
+
+
+WRITTEN = [
+    pytest.param(
+        Written(f"<think>\nIs it {CALL}?\n</think>\n\n{CALL}", False, f"Is it {CALL}?", "", 1),
+        id="a call in the thoughts and a call after them",
+    ),
+    pytest.param(
+        Written(f"Hm: {CALL}\n</think>\n\nNo.", True, f"Hm: {CALL}", "No.", 0),
+        id="a call in thoughts that the template opened",
+    ),
+    pytest.param(Written(f"{CALL} and", True, f"{CALL} and", "", 0), id="thoughts that do not end"),
 ]
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_calls_within_thoughts_are_no_calls(tmp_path: Path, separate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chats, responses and streams of both, wherever thoughts begin; thoughts are returned apart on request."""
+@pytest.mark.parametrize("written", WRITTEN)
+def test_calls_within_thoughts_are_no_calls(
+    tmp_path: Path, written: Written, separate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client must not run a tool that the model only thought about: in chats, responses and streams.
+
+    With ``separate_reasoning`` the thoughts have a field of their own; without, they are part of the text.
+    """
     model = make_tool_model(tmp_path)
-    template = model.tokenizer.chat_template
     functions: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
     asked: dict[str, Any] = {"model": NAME, "messages": TURNS, "tools": TOOLS, "max_tokens": 20, "logprobs": True}
     include: list[Any] = ["message.output_text.logprobs"]
-    for written, is_open, thoughts, text, num_calls in WRITTEN:
-        model.tokenizer.chat_template = f"{template}{'<think>' if is_open else ''}\n"
+    model.tokenizer.chat_template += f"{'<think>' if written.is_open else ''}\n"
 
-        def write(tokens: list[int], written: str = written, **_: Any) -> str:
-            return written[: 30 * len(tokens)]
+    def write(tokens: list[int], **_: Any) -> str:
+        return written.whole[: CHARACTERS_PER_TOKEN * len(tokens)]
 
-        monkeypatch.setattr(model, "detokenize", write)
-        whole = written.removesuffix(CALL).rstrip() if num_calls else written
-        expected: tuple[Any, ...] = (thoughts, text, num_calls) if separate else ("", whole, num_calls)
-        with (
-            serving(model, Autoregressive(), separate_reasoning=separate) as server,
-            openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
-        ):
-            answer = client.chat.completions.create(**asked)
-            message = answer.choices[0].message
-            calls = message.tool_calls or []
-            # A token has 30 characters here.
-            num_thoughts = -(-(written.find("</think>") + len("</think>")) // 30) if "</think>" in written else None
-            details = answer.usage and answer.usage.completion_tokens_details
-            assert (details is not None) == separate
-            assert details is None or num_thoughts in (None, details.reasoning_tokens)
-            assert (getattr(message, "reasoning_content", ""), message.content or "", len(calls)) == expected
-            deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
-            streamed = ["".join(getattr(delta, name, "") or "" for delta in deltas)
-                        for name in ("reasoning_content", "content")]  # fmt: skip
-            assert (*streamed, sum(len(delta.tool_calls or []) for delta in deltas)) == expected
+    monkeypatch.setattr(model, "detokenize", write)
+    if separate:
+        expected = (written.thoughts, written.text, written.num_calls)
+    elif written.num_calls:
+        expected = ("", written.whole.removesuffix(CALL).rstrip(), written.num_calls)
+    else:
+        expected = ("", written.whole, 0)
 
-            def respond(items: Any, **options: Any) -> Any:
-                return client.responses.create(
-                    model=NAME, input=items, tools=functions, max_output_tokens=20, include=include, **options
-                )
+    with (
+        serving(model, Autoregressive(), separate_reasoning=separate) as server,
+        openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
+    ):
+        # A chat.
+        answer = client.chat.completions.create(**asked)
+        message = answer.choices[0].message
+        num_calls = len(message.tool_calls or [])
+        assert (getattr(message, "reasoning_content", ""), message.content or "", num_calls) == expected
+        details = answer.usage and answer.usage.completion_tokens_details
+        assert (details is not None) == separate
+        if details is not None and written.num_thought_tokens is not None:
+            assert details.reasoning_tokens == written.num_thought_tokens
 
-            events = [*respond("Rome?", stream=True)]
-            for response in (respond("Rome?"), events[-1].response):
-                by_type = {kind: [item for item in response.output if item.type == kind]
-                           for kind in ("reasoning", "function_call")}  # fmt: skip
-                apart = "".join(part.text for item in by_type["reasoning"] for part in item.content)
-                assert (apart, response.output_text, len(by_type["function_call"])) == expected
-                counted = details.reasoning_tokens if details else 0
-                assert response.usage.output_tokens_details.reasoning_tokens == counted
-                assert respond([{"role": "user", "content": "Rome?"}, *response.output]).output
-            kinds = ("response.reasoning_text.delta", "response.output_text.delta")
-            streamed = ["".join(event.delta for event in events if event.type == kind) for kind in kinds]
-            assert streamed == [*expected[:2]]
+        # A streamed chat.
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+        thoughts = "".join(getattr(delta, "reasoning_content", "") or "" for delta in deltas)
+        text = "".join(delta.content or "" for delta in deltas)
+        assert (thoughts, text, sum(len(delta.tool_calls or []) for delta in deltas)) == expected
+
+        # A response and a streamed response, and a further response to what each returned.
+        def respond(items: Any, **options: Any) -> Any:
+            return client.responses.create(
+                model=NAME, input=items, tools=functions, max_output_tokens=20, include=include, **options
+            )
+
+        events = [*respond("Rome?", stream=True)]
+        for response in (respond("Rome?"), events[-1].response):
+            reasoning = [item for item in response.output if item.type == "reasoning"]
+            thoughts = "".join(part.text for item in reasoning for part in item.content)
+            num_calls = sum(item.type == "function_call" for item in response.output)
+            assert (thoughts, response.output_text, num_calls) == expected
+            num_thought_tokens = response.usage.output_tokens_details.reasoning_tokens
+            assert num_thought_tokens == (details.reasoning_tokens if details else 0)
+            assert respond([{"role": "user", "content": "Rome?"}, *response.output]).output
+        thoughts = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert (thoughts, text) == expected[:2]
 
 
 def test_tags_that_are_special_tokens_are_not_in_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As without tools, where special tokens are left out of the text."""
+    """Mistral's tags are special tokens: they mark thoughts and calls, but clients never see them."""
     path = make_bytes_base(tmp_path, max_positions=2048, special=["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"])
     tokenizer_file = path / "tokenizer_config.json"
     template = "{# [THINK] #}" + TEMPLATES_OF_TOOLS["mistral_args"]
@@ -235,7 +305,7 @@ def test_tags_that_are_special_tokens_are_not_in_the_text(tmp_path: Path, monkey
             assert [json.loads(call.function.arguments) for call in message.tool_calls or []] == [{"a": 1, "b": 2}]
 
 
-SENT: list[dict[str, Any]] = [  # by clients of 2026, often by default: two chats, two responses
+ACCEPTED: list[dict[str, Any]] = [  # fields that clients of 2026 send, often by default: two chats, two responses
     {"store": False, "metadata": {"run": "1"}, "parallel_tool_calls": True, "service_tier": "auto", "user": "me",
      "prompt_cache_key": "a", "safety_identifier": "b", "verbosity": "medium", "n": 1, "seed": 3, "logit_bias": {},
      "stream_options": {"include_usage": True, "include_obfuscation": False}, "max_completion_tokens": 2,
@@ -253,7 +323,7 @@ SENT: list[dict[str, Any]] = [  # by clients of 2026, often by default: two chat
         {"role": "user", "content": [{"type": "input_text", "text": "Rome?", "prompt_cache_breakpoint": {"a": "b"}}]},
         {"role": "assistant", "phase": "final_answer", "content": "Paris."}, {"role": "user", "content": "Rome?"}]},
 ]  # fmt: skip
-REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [  # in chats, in responses: each alone
+REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [  # fields that are refused in a chat, and in a response
     ({"max_tokens": 2, "max_completion_tokens": 3}, {"truncation": "last"}),
     ({"verbosity": "low"}, {"text": {"verbosity": "low"}}),
     ({"logit_bias": {"5": 1}}, {"reasoning": {"context": "all_turns"}}),
@@ -271,14 +341,16 @@ def test_fields_of_todays_clients_are_accepted_or_refused_by_name(models: dict[s
         serving(models["qwen"], Autoregressive()) as server,
         openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
     ):
-        asked: Any = (
-            (client.chat.completions.create, {"messages": TURNS}),
-            (client.responses.create, {"input": "Rome?"}),
-        )
-        for number, ((create, prompt), refused) in enumerate(zip(asked, zip(*REFUSED, strict=True), strict=True)):
-            for sent in SENT[2 * number : 2 * number + 2]:
-                assert [*create(model=NAME, **{**prompt, **sent}, stream=True)]
-            for options in refused:
+        chat: Any = client.chat.completions.create
+        respond: Any = client.responses.create
+        refused_in_chats, refused_in_responses = zip(*REFUSED, strict=True)
+        for create, prompt, accepted, refused in (
+            (chat, {"messages": TURNS}, ACCEPTED[:2], refused_in_chats),
+            (respond, {"input": "Rome?"}, ACCEPTED[2:], refused_in_responses),
+        ):
+            for fields in accepted:
+                assert [*create(model=NAME, **{**prompt, **fields}, stream=True)]
+            for fields in refused:
                 with pytest.raises(openai.BadRequestError) as caught:
-                    create(model=NAME, **prompt, **options)
-                assert str(caught.value.param).startswith([*options][-1]), options
+                    create(model=NAME, **prompt, **fields)
+                assert str(caught.value.param).startswith([*fields][-1]), fields

@@ -1,4 +1,4 @@
-"""``/v1/responses`` as OpenAI's client sees it: the same texts and calls as in chats, and events that assemble."""
+"""``/v1/responses`` as OpenAI's client sees it: the texts and calls of chats, and streams that add up to responses."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ FUNCTIONS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOO
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """OpenAI's client of a server whose random model writes calls of ``TOOLS`` under a grammar."""
     model = make_tool_model(tmp_path_factory.mktemp("base"))
     with (
         serving(model, Autoregressive()) as server,
@@ -41,7 +42,7 @@ def respond(client: Any, items: Any = "Rome?", **options: Any) -> Any:
 
 
 def check_events(events: list[Any]) -> Any:
-    """Return the response at the end of a stream, whose deltas are its texts and arguments."""
+    """Check that the deltas of a stream add up to the texts and arguments of its last response; return the response."""
     assert [event.sequence_number for event in events] == [*range(len(events))]
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     response = events[-1].response
@@ -56,7 +57,7 @@ def check_events(events: list[Any]) -> Any:
     return response
 
 
-def test_texts_are_those_of_chats(client: Any) -> None:
+def test_responses_have_the_texts_of_chats(client: Any) -> None:
     turns: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Rome?"}]
     chat = client.chat.completions.create(model=NAME, messages=turns, max_tokens=9)
     for items in ("Rome?", turns[1:], [{"role": "user", "content": [{"type": "input_text", "text": "Rome?"}]}]):
@@ -69,6 +70,7 @@ def test_texts_are_those_of_chats(client: Any) -> None:
 
 
 def test_an_agent_sends_back_calls_and_results(client: Any) -> None:
+    """Four turns, in which the model must call a function, and a fifth in which it must not."""
     items: list[Any] = [{"role": "user", "content": "Rome?"}]
     for turn in range(4):
         choice: Any = "required" if turn % 2 else {"type": "function", "name": [*SCHEMAS][turn // 2]}
@@ -87,8 +89,8 @@ def test_an_agent_sends_back_calls_and_results(client: Any) -> None:
     assert [item.type for item in ended.output] == ["message"]
 
 
-def test_log_probabilities_are_those_of_chats(client: Any) -> None:
-    """Also next to tools that are not called; a stream's deltas have those of their text."""
+def test_responses_have_the_log_probabilities_of_chats(client: Any) -> None:
+    """This holds with and without tools, and every delta of a stream has the log-probabilities of its tokens."""
     turns: Any = [{"role": "user", "content": "Rome?"}]
     asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 30}
     for tools, functions in (([], []), (TOOLS, FUNCTIONS)):
@@ -159,7 +161,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [  # options, the field that is wron
 ]
 
 
-def test_what_cannot_be_done_is_refused_by_name(client: Any) -> None:
+def test_requests_that_cannot_be_served_are_refused_by_the_name_of_the_field(client: Any) -> None:
     for options, field in REFUSED:
         with pytest.raises(openai.BadRequestError) as caught:
             respond(client, **options)
@@ -167,7 +169,8 @@ def test_what_cannot_be_done_is_refused_by_name(client: Any) -> None:
     assert respond(client, store=True, max_output_tokens=2).store is False, "nothing is stored"
 
 
-def test_a_stream_that_fails_or_is_left(tmp_path: Path) -> None:
+def test_a_stream_that_fails_or_is_closed_leaves_no_request_in_flight(tmp_path: Path) -> None:
+    """The first stream exceeds ``max_seconds``; the client closes the second."""
     model = make_tool_model(tmp_path)
     with (
         serving(model, Autoregressive(), max_seconds=1.5, prepare=lambda worker: slow(worker, 0.1)) as server,

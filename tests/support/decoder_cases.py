@@ -1,7 +1,7 @@
-"""Decoders with options, models and prompts drawn at random, and what must hold of their output.
+"""Random decoders with options, models and prompts, and checks that hold for every output.
 
-A decoder is found as a subclass, and its options are drawn from its dataclass fields: a new one is covered without
-a change here.
+Decoders are found as subclasses, and their options are drawn from their dataclass fields. A new decoder is tested
+without a change here.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ STARTS: dict[type[Decoder], list[dict[str, Any]]] = {
         {"selection": "confidence", "window_size": 4, "confidence_threshold": 0.5},
     ],
 }
-"""Options to start from that are drawn too seldom; a decoder needs none of its own."""
+"""Combinations of options that random drawing finds too seldom; drawing starts from them. A decoder may have none."""
 
 
 IDS = {"end_think_token_id": st.sampled_from([None, 3, 4])}
@@ -149,7 +149,7 @@ def fill_until_accepted(decoder: Decoder, prompt: Prompt) -> Prompt:
 
 @st.composite
 def setups(draw: st.DrawFn, cls: type[Decoder]) -> tuple[Decoder, SamplingParams]:
-    """Draw a decoder and how much it generates; options that refuse each other are left at their defaults."""
+    """Draw a decoder and its sampling options; an option that the other options forbid keeps its default."""
     hints = get_type_hints(cls)
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     chosen = draw(st.integers(0, 2 ** len(defaults) - 1))
@@ -197,6 +197,7 @@ def traits_for(decoder: Decoder) -> ModelTraits:
 def hash_models(
     draw: st.DrawFn, flavours: Sequence[str] = ("plain", "plain", "ties", "extreme", "banned")
 ) -> Callable[[Decoder], HashModel]:
+    """Draw a function that makes a hash model for a decoder; the same call gives the same model again."""
     options = {
         "seed": draw(st.integers(0, 9999)),
         "flavour": draw(st.sampled_from(flavours)),
@@ -222,7 +223,7 @@ def temperatures() -> st.SearchStrategy[float]:
 
 
 def weighs_rows(decoder: Decoder) -> bool:
-    """Whether a decoder's forwards, though not its text, depend on how many rows share their cost."""
+    """Return whether the number of forward passes depends on the other prompts of a batch, which share their cost."""
     if isinstance(decoder, ReFusion):
         return decoder.infill == "bonus"
     return isinstance(decoder, SelfSpeculative) and decoder.layout is None
@@ -241,6 +242,7 @@ class LastState(GenerationCallback):
 def check_output(
     model: FakeModel, requests: Sequence[Prompt], sampling: SamplingParams, output: DecodingOutput, watcher: LastState
 ) -> None:
+    """Assert what every output must satisfy: allowed tokens, one EOS token at the end, consistent counts."""
     special = model.special_tokens
     never = {special.mask_token_id, special.pad_token_id} - set(special.eos_token_ids)
     for index, (prompt, row) in enumerate(zip(requests, output.rows, strict=True)):

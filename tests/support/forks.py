@@ -1,4 +1,4 @@
-"""Processes forked from the test's, so that they start at once: importing torch anew takes ten seconds."""
+"""Processes forked from the test's process, which start at once: a new Python takes ten seconds to import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from refusion_lit.cli import main
 
 
 def fork(work: Callable[[], int | None]) -> BaseProcess:
-    """Run a function in a process, whose exit code is what it returns."""
+    """Run a function in a forked process; the function's return value is the exit code, 0 for ``None``."""
 
     def call() -> None:
         code = 1
@@ -42,14 +42,20 @@ def fork(work: Callable[[], int | None]) -> BaseProcess:
 
 
 def wait(process: BaseProcess) -> int | None:
-    """Wait for a process; its exit code, negative for a signal."""
+    """Wait for a process and return its exit code, which is negative if a signal ended it."""
     process.join(300)
     assert process.exitcode is not None, "the process hangs"
     return process.exitcode
 
 
 def start(args: list[str], log: Path, before: Callable[[], None] | None = None) -> BaseProcess:
-    """Run a command in a process; what it prints goes to a file, its exit code is the process's."""
+    """Run a command of ``refusion-lit`` in a forked process, which prints to a file.
+
+    Args:
+        args: The command and its options.
+        log: The file for standard output and standard error.
+        before: Runs in the process before the command.
+    """
 
     def work() -> int:
         sys.stdout = sys.stderr = log.open("w", buffering=1)
@@ -61,7 +67,7 @@ def start(args: list[str], log: Path, before: Callable[[], None] | None = None) 
 
 
 def run_without_us(program: str, folder: Path) -> str:
-    """Run a program that must not need this package, which cannot be imported there; return what it prints."""
+    """Run a program in a process in which ``refusion_lit`` cannot be imported; return what the program prints."""
     return run_in_new_process('import sys; sys.modules["refusion_lit"] = None\n' + program, folder)
 
 
@@ -100,9 +106,10 @@ with socket.socket(socket.AF_UNIX) as server:
 
 @contextmanager
 def forking_command(folder: Path) -> Iterator[tuple[str, ...]]:
-    """Give a command in place of ``refusion-lit``: a small program lets this process fork one that runs the rest.
+    """Yield a command that behaves like ``refusion-lit`` but starts at once, for tests that need a real command.
 
-    The forked process is killed with the small program, as if both were one.
+    The command is a small Python program. It sends its arguments, directory, environment and output files to this
+    process, which forks a process that runs ``main``. If the small program is killed, the forked process dies, too.
     """
 
     def die_with(client: socket.socket) -> None:

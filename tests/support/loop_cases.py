@@ -24,10 +24,10 @@ class LoopCase:
 
     Attributes:
         seed: Seed of the model.
-        ends: Positions at which the model prefers an end of sequence.
+        ends: Positions at which the model prefers an EOS token.
         requests: The prompts.
-        length: Tokens to generate at most.
-        batch_size: Prompts that are decoded together.
+        length: Maximum number of new tokens.
+        batch_size: Number of prompts that are decoded together.
     """
 
     seed: int
@@ -37,7 +37,7 @@ class LoopCase:
     batch_size: int
 
     def check(self, decoder: Decoder, loop: Loop) -> None:
-        """Compare texts and numbers of forwards."""
+        """Assert that a decoder gives the texts and numbers of forward passes of a loop."""
         options = {"ends": self.ends, "end_bias": -4.0, "traits": traits_for(decoder)}
         model, slow = (HashModel(self.seed, **options) for _ in range(2))
         sampling = SamplingParams(max_new_tokens=self.length)

@@ -1,4 +1,4 @@
-"""Random batches of rows with unequal lengths over a KV cache, and slow attention token by token to compare with."""
+"""Random batches of sequences with unequal lengths over a KV cache, and slow attention to compare with."""
 
 from __future__ import annotations
 
@@ -18,17 +18,29 @@ HEADS, KEY_HEADS, DIM = 4, 2, 6
 
 @dataclass
 class Ragged:
-    """Rows with given numbers of queries and keys, their visibility, and the cache's plan; a row may hold two spans."""
+    """A padded batch of sequences, each of one or two spans of tokens.
+
+    Attributes:
+        rows: The batch's shape and the indices of its real tokens.
+        visibility: What the spans see.
+        mask: The same as a matrix (row, query, key); padding sees the key of its row's first token.
+        plan: Arguments of ``KVCache.prepare``.
+    """
 
     rows: Rows
     visibility: Visibility
     mask: Tensor
-    """What they see, token by token and key by key; padding sees the key of its row's first token."""
     plan: dict[str, Any]
 
 
 def make_ragged(seed: int, sizes: list[tuple[int, int]], storage: list[int]) -> Ragged:
-    """Draw rows with any number of queries and keys."""
+    """Draw a batch.
+
+    Args:
+        seed: Seed of the random choices.
+        sizes: Numbers of queries and keys of each row.
+        storage: The cache's row for each row of the batch.
+    """
     chance = random.Random(seed)
     shape = len(sizes), max(queries for queries, _ in sizes)
     spans: list[Span] = []
@@ -50,7 +62,7 @@ def make_ragged(seed: int, sizes: list[tuple[int, int]], storage: list[int]) -> 
 
 
 def draw_span(chance: random.Random, row: int, offset: int, length: int, first_key: int, num_keys: int) -> Span:
-    """Draw what a span sees: regular things more often than chance would."""
+    """Draw a span that sees random ranges of keys; typical cases (no context, a whole prefix) are drawn more often."""
     ends = [sorted(chance.choices(range(num_keys + 1), k=2)) for _ in range(chance.randint(1, 3))]
     context = chance.choice([(), ((0, first_key),), ((0, num_keys),), tuple((start, stop) for start, stop in ends)])
     order = chance.choice(
@@ -60,7 +72,7 @@ def draw_span(chance: random.Random, row: int, offset: int, length: int, first_k
 
 
 def build_mask(spans: list[Span], shape: tuple[int, int, int]) -> Tensor:
-    """Write what is seen token by token and key by key."""
+    """Return a matrix (row, query, key) of what is visible, entry by entry."""
     mask = torch.zeros(shape, dtype=torch.bool)
     for span in spans:
         if span.offset == 0:
@@ -76,14 +88,15 @@ def build_mask(spans: list[Span], shape: tuple[int, int, int]) -> Tensor:
     return mask
 
 
-def states(seed: int, num_tokens: int) -> list[Tensor]:
+def draw_states(seed: int, num_tokens: int) -> list[Tensor]:
+    """Return random queries, keys and values (token, head, dim)."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(num_tokens, heads, DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def by_hand(rows: Rows, mask: Tensor, cache: KVCache, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention a token at a time over what a cache holds after a forward."""
+def attend_slowly(rows: Rows, mask: Tensor, cache: KVCache, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Store keys and values in the cache and compute attention a token and a head at a time."""
     stored_keys, stored_values = cache.store(0, key, value)
     real = range(rows.shape.numel()) if rows.real is None else rows.real.tolist()
     outputs = torch.empty_like(query)
@@ -92,18 +105,17 @@ def by_hand(rows: Rows, mask: Tensor, cache: KVCache, query: Tensor, key: Tensor
         seen = mask[row, offset].nonzero()[:, 0]
         for head in range(HEADS):
             storage_row = cache.sequences[row]
-            keys, values = (
-                one[storage_row, seen, head // (HEADS // KEY_HEADS)] for one in (stored_keys, stored_values)
-            )
+            key_head = head // (HEADS // KEY_HEADS)
+            keys, values = stored_keys[storage_row, seen, key_head], stored_values[storage_row, seen, key_head]
             outputs[token, head] = (keys @ query[token, head] / DIM**0.5).softmax(0) @ values
     return outputs
 
 
 def prepare_cache(plan: dict[str, Any], num_rows: int, seed: int) -> KVCache:
-    """Return a cache with something stored everywhere."""
+    """Return a cache that is full of random keys and values and prepared for a forward pass of a plan."""
     cache = KVCache(1, num_rows)
     everywhere = torch.cartesian_prod(torch.arange(num_rows), torch.arange(plan["num_keys"]))
     cache.prepare(list(range(num_rows)), plan["num_keys"], None, *everywhere.unbind(1))
-    cache.store(0, *states(seed + 1, len(everywhere))[1:])
+    cache.store(0, *draw_states(seed + 1, len(everywhere))[1:])
     cache.prepare(**plan)
     return cache

@@ -188,7 +188,19 @@ Rule = Callable[[list[float], int, int], int]
 def fast_dllm(
     prompt: tuple[int, ...], length: int, block: int, rule: Rule, *, kept: str = "none", shift: int = 0
 ) -> tuple[list[int], list[int]]:
-    """Fast-dLLM; ``kept`` names the cache. Returns the canvas and the length of every forward."""
+    """Decode with Fast-dLLM.
+
+    Args:
+        prompt: The prompt.
+        length: Number of new tokens.
+        block: Number of tokens in a block.
+        rule: How many of the surest masks a forward pass unmasks.
+        kept: The cache: "none", "prefix" or "dual".
+        shift: 1 if a token's logits predict the next position.
+
+    Returns:
+        The canvas, and the number of tokens of every forward pass.
+    """
     canvas: list[int | None] = [None] * length
     lengths: list[int] = []
     for start in range(0, length, block):
@@ -227,11 +239,12 @@ def fast_dllm(
 
 
 def by_threshold(threshold: float) -> Rule:
+    """Unmask all places whose confidence reaches the threshold, at least one."""
     return lambda confidences, _size, _round: max(1, sum(c >= threshold for c in confidences))
 
 
 def by_factor(factor: float) -> Rule:
-    """The largest n with (j + 1)(1 - c_j) <= factor for all j from 2 to n."""
+    """Unmask the largest n with (j + 1)(1 - c_j) <= factor for all j from 2 to n; c_j are confidences, descending."""
 
     def count(confidences: list[float], _size: int, _round: int) -> int:
         ok = [j == 1 or (j + 1) * (1 - c) <= factor for j, c in enumerate(confidences, 1)]
@@ -241,7 +254,10 @@ def by_factor(factor: float) -> Rule:
 
 
 def by_quota(steps_per_block: int, alone: int = 0) -> Rule:
-    """LLaDA's quota; ``alone`` is 1 if the block's first forward unmasks its first token alone, outside the quota."""
+    """Unmask LLaDA's quota: a block's tokens shared out over its steps, larger shares first.
+
+    ``alone`` is 1 if the first forward pass of a block unmasks only the block's first token, outside the quota.
+    """
 
     def count(_confidences: list[float], size: int, num_rounds: int) -> int:
         steps = min(steps_per_block, size) - alone

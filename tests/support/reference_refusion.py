@@ -30,7 +30,18 @@ class Row:
 
 @dataclass
 class SlowReFusion:
-    """Greedy decoding of a prompt; see :meth:`run`."""
+    """Greedy decoding of a prompt; see :meth:`run`.
+
+    Attributes:
+        model: The model.
+        options: The decoder whose options are used.
+        prompt: The prompt.
+        max_new_tokens: Maximum number of new tokens.
+        text: Tokens of the response by place.
+        shapes: Sequences and tokens of the forward passes of a decoder with a cache.
+        num_infills: Number of rounds that had to fill slots.
+        num_infills_before_open_slots: Number of infills that found an EOS token while earlier slots were open.
+    """
 
     model: LanguageModel
     options: ReFusion
@@ -86,6 +97,7 @@ class SlowReFusion:
             self.text[place] = token
 
     def place_tokens(self, slot: int, tokens: list[int]) -> list[Token]:
+        """Return a slot's tokens with their positions."""
         first = len(self.prompt) + slot * self.options.slot_size
         return [(token, first + i) for i, token in enumerate(tokens)]
 
@@ -142,7 +154,11 @@ class SlowReFusion:
             self.infill([Row(slot, drafts[slot], prefixes[i].index(False)) for i, slot in enumerate(chosen)])
 
     def bonus(self, rows: list[Row]) -> None:
-        """Fill slots that do not see each other; a round has_eos with the model's token. Shapes are not recorded."""
+        """Fill slots that do not see each other.
+
+        A round accepts drafts up to the first refused draft, which the model's own token replaces. Shapes are not
+        recorded.
+        """
         size = self.options.slot_size
         while True:
             for i, row in enumerate(rows):
@@ -169,6 +185,7 @@ class SlowReFusion:
         self.finish_infill(rows)
 
     def accept(self, row: list[Token]) -> None:
+        """Append tokens to context and text."""
         self.extend(row)
         self.write(row)
 

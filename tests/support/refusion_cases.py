@@ -18,6 +18,7 @@ def make_prompt(token_ids: Sequence[int], name: str = "0") -> Prompt:
 
 @st.composite
 def decoders(draw: st.DrawFn, num_new_tokens: int) -> ReFusion:
+    """Draw a decoder whose number of serial blocks fits the number of new tokens."""
     size = draw(st.sampled_from([1, 2, 3, 4, 8]))
     selection = draw(st.sampled_from(["threshold", "threshold", "top_k", "sequential"]))
     cls = draw(st.sampled_from([ReFusion, RecomputeKV]))

@@ -1,4 +1,4 @@
-"""UniformDiffusion with recorded draws in place of its noise, and a record of its steps."""
+"""UniformDiffusion that repeats the random draws of another program, to compare the two step by step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from refusion_lit.decoding import RowState, Steps, UniformDiffusion
 
 @dataclass
 class Step:
-    """What a step of the decoder read and decided."""
+    """A step of the decoder: the canvas before it, what the model said, and what was accepted."""
 
     canvas_before: list[int]
     temperature: float
@@ -23,7 +23,13 @@ class Step:
 
 @dataclass
 class Draws:
-    """The draws of a run: random canvases (first ones and renoised ones, in order) and sampled canvases."""
+    """The random draws of a run of the other program, and the steps of our decoder.
+
+    Attributes:
+        noise: Random canvases, first and renoised, in the order in which they were drawn.
+        sampled: Canvases that were sampled from the model's probabilities.
+        steps: The steps of our decoder so far.
+    """
 
     noise: Iterator[Sequence[int]]
     sampled: Iterator[Sequence[int]]

@@ -17,20 +17,22 @@ NEXT_TOKEN = ModelTraits(predictions=("next_token",))
 
 
 def make_prompts(*lengths: int) -> list[Prompt]:
+    """Return prompts of some lengths, with the ids "p0", "p1", ..."""
     return [Prompt(token_ids=tuple(3 + i % 5 for i in range(length)), id=f"p{n}") for n, length in enumerate(lengths)]
 
 
 def decode_letters(token_ids: Sequence[int], **_: object) -> str:
+    """Return a text with a letter for each token: "a" for the id 0, "b" for 1, ..."""
     return "".join(chr(ord("a") + token) for token in token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scripted(Decoder):
-    """Commits the places of a script, with a forward per step; the model predicts the oracle's text.
+    """Commits given places in each step, with a forward pass per step.
 
     Attributes:
-        script: Places to commit, by step. The decoder finishes after the last step.
-        schedule_length: Maximum number of forwards that commit nothing.
+        script: For each step the places to commit. The decoder finishes after the last step.
+        schedule_length: Maximum number of forward passes that commit nothing.
     """
 
     requires = ModelRequirements(attention="causal", predictions=("mask",))
@@ -57,6 +59,7 @@ class Scripted(Decoder):
 
 
 def decode_one_prompt(decoder: Decoder, max_new_tokens: int, end: int | None = None, **options: Any) -> Generation:
+    """Decode a prompt of two tokens; the oracle's text has an EOS token at position ``end``."""
     model = OracleModel(oracle_text(end))
     [row] = decode(model, decoder, make_prompts(2), SamplingParams(max_new_tokens=max_new_tokens), **options).rows
     return row

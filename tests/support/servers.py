@@ -1,4 +1,4 @@
-"""A server on a tiny model, in a thread; it binds 127.0.0.1 only, and stops with its test."""
+"""A server in a thread of the test, for a tiny model; it listens on 127.0.0.1 and stops with the test."""
 
 from __future__ import annotations
 
@@ -31,7 +31,17 @@ def serving(
     separate_reasoning: bool = False,
     **limits: Any,
 ) -> Iterator[Server]:
-    """Run a server; ``prepare`` may let its model be slow or fail."""
+    """Run a server.
+
+    Args:
+        model: The model to serve.
+        decoder: The decoder; by default the model's.
+        key: The API key that requests must have.
+        rows: Maximum number of requests in flight.
+        prepare: Changes the worker before it starts, for example to make the model slow or faulty.
+        separate_reasoning: Whether thoughts are returned in a field of their own.
+        limits: Fields of ``Limits``.
+    """
     all_limits = Limits(**{"drain_seconds": 5.0} | limits)
     sampling = SamplingParams(max_new_tokens=16)
     options = DecodingOptions(batch_size=rows)

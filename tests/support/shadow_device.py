@@ -1,7 +1,7 @@
-"""A device that does not exist: its tensors live in this process, but torch takes them for another device's.
+"""A simulated accelerator, to test on a CPU what a GPU would refuse or wait for.
 
-What a GPU would refuse or wait for is seen without one: operations that mix devices fail, and every meeting of host and
-device is noted. The device is MAIA, which torch knows by name only, so that nothing is initialised.
+Its tensors live in this process, but torch sees them on another device. Operations that mix devices fail, and copies
+between host and device are counted. The device is MAIA: torch knows its name, and nothing has to be initialised.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ def _plain(value: Any) -> Any:
 
 
 class ShadowTensor(Tensor):
+    """A tensor on the simulated device; ``plain`` has its values."""
+
     plain: Tensor
 
     @staticmethod
@@ -66,7 +68,7 @@ class ShadowDevice(TorchDispatchMode):
     """Makes the device usable within a ``with`` block.
 
     Attributes:
-        meetings: How often host and device met, by kind.
+        meetings: Number of copies and waits between host and device, by kind.
     """
 
     def __init__(self) -> None:
@@ -75,7 +77,7 @@ class ShadowDevice(TorchDispatchMode):
 
     @property
     def num_waits(self) -> int:
-        """How often the host had to wait for the device."""
+        """Number of times that the host had to wait for the device."""
         return sum(count for kind, count in self.meetings.items() if kind != _SENT)
 
     def __torch_dispatch__(

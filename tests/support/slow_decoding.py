@@ -18,7 +18,13 @@ BANNED = [token for token in SPECIAL.banned_token_ids if token < VOCAB]
 
 @cache
 def random_backbone(seed: int, scale: float, traits: ModelTraits) -> Backbone:
-    """Return a random model that never prefers a token that no decoder draws."""
+    """Return a random model for which tokens that no decoder draws are improbable.
+
+    Args:
+        seed: Seed of the weights.
+        scale: Factor of the logits: the larger, the surer the model.
+        traits: Traits of the model.
+    """
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -46,6 +52,6 @@ def best_allowed(logits: Tensor, banned: Iterable[int], vocab_size: int) -> int:
 
 
 def cut(tokens: list[int], ends: Collection[int]) -> list[int]:
-    """Return the tokens up to the first end of sequence, that one included."""
+    """Return the tokens up to and including the first EOS token."""
     end = next((i for i, token in enumerate(tokens) if token in ends), None)
     return tokens if end is None else tokens[: end + 1]

@@ -42,7 +42,7 @@ GOLDENS = {
     ),
 }
 
-# Tasks that are small enough for splits with all keys.
+# Tasks with few possible examples, so that the splits can hold all of them; the number is the number of examples.
 FULL = [
     (Additions, {"min_terms": 1, "max_terms": 1}, 90 * 90),
     (Sheet, {"num_terms": 1}, 90 * 91 // 2),
@@ -76,8 +76,8 @@ class TestEveryTask:
             assert list(small.examples(split)) == large.examples(split)[:3]
 
     def test_another_seed_gives_other_examples(self, task_class: type[GeneratedTask]) -> None:
-        one, other = ({e.query for e in task_class(seed=seed).examples("test")} for seed in (0, 1))
-        assert len(one & other) < 5
+        first, second = ({e.query for e in task_class(seed=seed).examples("test")} for seed in (0, 1))
+        assert len(first & second) < 5
 
     @given(seed=SEEDS, index=INDICES, split=st.sampled_from(SPLITS))
     def test_the_reference_is_correct_and_in_the_alphabet(

@@ -42,6 +42,7 @@ from support.tiny import TINY_QWEN
 
 
 def _parts(**options: object) -> tuple[SlotDiffusionModule, InstructionDataModule]:
+    """Return a tiny module with the objective ``Hybrid``, and its data; ``options`` are the module's."""
     data = InstructionDataModule(Additions(num_train=64, num_validation=16, num_test=8), CharacterTokenizer(), 8, 8)
     module = SlotDiffusionModule(
         BackboneConfig(config=TINY_QWEN), data.built_tokenizer, Hybrid(slot_sizes=(4,)), **options
@@ -89,7 +90,9 @@ def test_base_classes_and_schedules_by_validation_figures_are_refused_by_name() 
         make_scheduler(optimizer, lambda made: torch.optim.lr_scheduler.OneCycleLR(made, max_lr=0.1))
 
 
-class _TwiceASgd(torch.optim.SGD):
+class _StepsTwice(torch.optim.SGD):
+    """Computes the loss twice in a step, which automatic optimization does not allow."""
+
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         closure()
         return super().step(closure)
@@ -103,7 +106,7 @@ class _TwiceASgd(torch.optim.SGD):
         (partial(torch.optim.AdamW, capturable=True), None, "model.optimizer"),
         (partial(torch.optim.AdamW, differentiable=True), None, "model.optimizer"),
         (partial(torch.optim.AdamW, fused=True, foreach=True), None, "model.optimizer"),
-        (_TwiceASgd, None, "model.optimizer"),
+        (_StepsTwice, None, "model.optimizer"),
         (torch.optim.SGD, partial(torch.optim.lr_scheduler.StepLR, step_size=0), "model.lr_scheduler"),
         (torch.optim.SGD, partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=0), "model.lr_scheduler"),
         (
@@ -123,7 +126,7 @@ def test_optimizers_and_schedules_that_fail_in_a_step_are_refused_before_work_st
 @pytest.mark.parametrize(
     "make", [None, torch.optim.SGD, torch.optim.Adafactor, torch.optim.Rprop, torch.optim.Adagrad, torch.optim.ASGD]
 )
-def test_what_can_be_trained_with_is_accepted(make: Any) -> None:
+def test_common_optimizers_are_accepted(make: Any) -> None:
     schedule = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=10, cycle_momentum=False)
     for num_steps in (10, 1, math.inf):
         rehearse(nn.Linear(2, 2), make, schedule, num_steps)
@@ -133,9 +136,11 @@ def test_what_can_be_trained_with_is_accepted(make: Any) -> None:
     ("make", "option"),
     [(torch.optim.AdamW, "amsgrad"), (torch.optim.RMSprop, "centered"), (torch.optim.RMSprop, "momentum")],
 )
-def test_a_resumed_optimizer_takes_no_option_that_needs_other_averages(
+def test_resuming_may_turn_an_option_with_averages_off_but_not_on(
     make: type[torch.optim.Optimizer], option: str
 ) -> None:
+    """``amsgrad``, ``centered`` and ``momentum`` need averages of earlier gradients, which the checkpoint lacks."""
+
     def options(**values: object) -> tuple[torch.optim.Optimizer, LambdaLR, dict[str, Any]]:
         optimizer = make([nn.Parameter(torch.zeros(1))], lr=0.1, **values)
         schedule = LambdaLR(optimizer, lambda _: 1.0)
@@ -226,7 +231,7 @@ def test_validation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_fit_notes_what_the_weights_were_trained_for(tmp_path: Path) -> None:
+def test_fit_stores_the_objectives_traits_in_the_model_and_warns_of_decoders_that_do_not_fit(tmp_path: Path) -> None:
     module, data = _parts(decoders={"refusion": ReFusion()})
     assert module.text_model().backbone.traits.predictions is None
     _trainer(tmp_path, max_steps=1).fit(module, data)

@@ -1,4 +1,7 @@
-"""Likelihoods: proper distributions, equal to what the decoders draw from, bounds that are unbiased."""
+"""Likelihoods of answers, which reinforcement learning differentiates.
+
+Exact likelihoods are proper distributions and equal the probabilities with which decoders draw; bounds are unbiased.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ PROMPT = (3, 4, 5)
 
 
 def make_batch(responses: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]] | None = None) -> Answers:
+    """Return answers to ``PROMPT``, or to given prompts, as a padded batch."""
     prompts = prompts or [PROMPT] * len(responses)
     rows = [[*p, *r] for p, r in zip(prompts, responses, strict=True)]
     width = max(map(len, rows))
@@ -44,19 +48,20 @@ def corrupt(model: Backbone, objective: GroupPolicy, batch: ResponseBatch, epoch
     return objective.corrupt(batch, noise, model.special_tokens)
 
 
-def token_values(model: Backbone, objective: GroupPolicy, corrupted: LaidOut) -> Tensor:
+def compute_token_values(model: Backbone, objective: GroupPolicy, corrupted: LaidOut) -> Tensor:
+    """Return the log-probability of every label; zero without a label."""
     hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
     return objective.log_probabilities(hidden, model.head, corrupted)[0]
 
 
-def answers(
+def log_likelihoods(
     model: Backbone, likelihood: Likelihood, batch: ResponseBatch, temperature: float = 1.0, epoch: int = 0
 ) -> Tensor:
-    """Return the log-likelihood (or an estimate of it) of each answer."""
+    """Return the log-likelihood of each answer; for a bound, an estimate of the bound."""
     objective = GroupPolicy(likelihood=likelihood, temperature=temperature, unit="sequence")
     with torch.no_grad():
         corrupted = corrupt(model, objective, batch, epoch)
-        values = (token_values(model, objective, corrupted) * corrupted.weights.double()).sum(1)
+        values = (compute_token_values(model, objective, corrupted) * corrupted.weights.double()).sum(1)
     return values.view(corrupted.num_views, -1).sum(0)
 
 
@@ -64,13 +69,14 @@ def allowed_ids(model: Backbone) -> list[int]:
     return [token for token in range(model.special_tokens.vocab_size) if token not in (PAD, MASK)]
 
 
-def small(model: Backbone, num_letters: int) -> Backbone:
-    """Return the model with a vocabulary of EOS and the first letters, so that all answers can be listed."""
+def shrink_vocabulary(model: Backbone, num_letters: int) -> Backbone:
+    """Leave the model a vocabulary of the EOS token and a few letters, so that all answers can be listed."""
     model.special_tokens = replace(model.special_tokens, vocab_size=3 + num_letters)
     return model
 
 
-def every_answer(model: Backbone, limit: int) -> list[tuple[int, ...]]:
+def list_all_answers(model: Backbone, limit: int) -> list[tuple[int, ...]]:
+    """Return all answers of up to ``limit`` tokens: those that end with EOS, and those that are cut."""
     letters = [token for token in allowed_ids(model) if token != EOS]
     ended = [(*word, EOS) for n in range(limit) for word in product(letters, repeat=n)]
     return ended + list(product(letters, repeat=limit))
@@ -87,15 +93,21 @@ EXACT = [
 def test_exact_likelihoods_are_proper_distributions(
     likelihood: Likelihood, predictions: tuple[str, ...], temperature: float
 ) -> None:
-    model = small(tiny_backbone(likelihood.traits), 3)
-    texts = every_answer(model, 3)
-    total = answers(model, likelihood, make_batch(texts), temperature).exp().sum()
+    model = shrink_vocabulary(tiny_backbone(likelihood.traits), 3)
+    texts = list_all_answers(model, 3)
+    total = log_likelihoods(model, likelihood, make_batch(texts), temperature).exp().sum()
     assert float(total) == pytest.approx(1.0, abs=1e-12)
 
 
 def sample(
     model: Backbone, decoder: Decoder, temperature: float = 1.0, limit: int = 10
 ) -> tuple[list[tuple[int, ...]], list[dict[int, float]], list[Trajectory]]:
+    """Sample answers to six prompts.
+
+    Returns:
+        For each prompt the answer, the log-probabilities with which the engine drew its tokens by place, and the
+        trajectory.
+    """
     prompts = [Prompt(token_ids=tuple(3 + (i * j) % 9 for j in range(1 + i % 4)), id=f"p{i}") for i in range(6)]
     recorder = TrajectoryRecorder(decoder)
     sampling = SamplingParams(max_new_tokens=limit, temperature=temperature, seed=5)
@@ -119,7 +131,10 @@ def sample(
     ],
     ids=repr,
 )
-def test_replayed_probabilities_are_those_of_the_decode(likelihood: Likelihood, decoder: Decoder) -> None:
+def test_the_likelihood_equals_the_probabilities_with_which_the_decoder_drew(
+    likelihood: Likelihood, decoder: Decoder
+) -> None:
+    """Otherwise a policy would be trained on answers of another policy."""
     model = tiny_backbone(likelihood.traits)
     texts, engine, trajectories = sample(model, decoder)
     batch = make_batch(texts, [trajectory.prompt_ids.tolist() for trajectory in trajectories])
@@ -139,13 +154,14 @@ def test_replayed_probabilities_are_those_of_the_decode(likelihood: Likelihood, 
 def test_an_answers_likelihood_does_not_depend_on_the_batch(likelihood: Likelihood) -> None:
     model = tiny_backbone(likelihood.traits)
     texts = [(5, 6, 7, 8, EOS), (9, EOS), (4, 5, 6)]
-    together = answers(model, likelihood, make_batch(texts))
-    alone = torch.cat([answers(model, likelihood, make_batch([text])) for text in texts])
+    together = log_likelihoods(model, likelihood, make_batch(texts))
+    alone = torch.cat([log_likelihoods(model, likelihood, make_batch([text])) for text in texts])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
 
 
 @torch.no_grad()
-def last_logits(model: Backbone, ids: Sequence[int], positions: Sequence[int] | None = None) -> Tensor:
+def compute_last_logits(model: Backbone, ids: Sequence[int], positions: Sequence[int] | None = None) -> Tensor:
+    """Return the logits of the last token, minus infinity for padding and mask; by default positions are 0, 1, ..."""
     places = torch.arange(len(ids)) if positions is None else torch.tensor(positions)
     hidden = model(torch.tensor([ids]), places[None], None)
     logits = model.head(hidden[0, -1])[: model.special_tokens.vocab_size]
@@ -153,17 +169,18 @@ def last_logits(model: Backbone, ids: Sequence[int], positions: Sequence[int] | 
     return logits
 
 
-def test_one_forward_is_the_product_of_the_steps_of_a_plain_loop() -> None:
+def test_the_likelihood_of_left_to_right_slots_equals_a_loop_over_the_tokens() -> None:
+    """The first token of a slot is predicted by a mask, other tokens by the token before."""
     model = tiny_backbone(LeftToRight().traits)
     text, size = (5, 6, 7, 8, 9, EOS), 4
     ids = list(PROMPT)
     expected = 0.0
     for place, token in enumerate(text):
         is_first = place % size == 0
-        logits = last_logits(model, [*ids, MASK] if is_first else ids)
+        logits = compute_last_logits(model, [*ids, MASK] if is_first else ids)
         expected += float(logits.log_softmax(-1)[token])
         ids.append(token)
-    likelihood = answers(model, LeftToRight(slot_size=size), make_batch([text]))
+    likelihood = log_likelihoods(model, LeftToRight(slot_size=size), make_batch([text]))
     assert float(likelihood) == pytest.approx(expected, abs=1e-10)
 
 
@@ -171,6 +188,7 @@ def test_one_forward_is_the_product_of_the_steps_of_a_plain_loop() -> None:
 @pytest.mark.parametrize("infill", ["mask", "autoregressive"])
 @pytest.mark.parametrize("thresholds", [(0.02, 0.02), (0.05, 0.9), (0.0, 0.15)])
 def test_rounds_replay_every_draft_that_was_followed(fused: bool, infill: str, thresholds: tuple[float, float]) -> None:
+    """The likelihood of a ReFusion trajectory has the probabilities of all drafts of plans that were verified."""
     decoder = ReFusion(
         slot_size=3, num_serial_blocks=2, slot_threshold=thresholds[0], token_threshold=thresholds[1], fused=fused,
         infill=infill,
@@ -208,8 +226,8 @@ def test_rounds_replay_every_draft_that_was_followed(fused: bool, infill: str, t
     assert num_plans > len(prompts)
 
 
-def order_bound(model: Backbone, text: Sequence[int]) -> float:
-    """Return the any-order bound of a masked model by enumeration of all sets of masks."""
+def enumerate_order_bound(model: Backbone, text: Sequence[int]) -> float:
+    """Return the any-order bound of a masked model, by enumeration of all sets of masks."""
     size = len(text)
     total = 0.0
     for count in range(1, size + 1):
@@ -225,8 +243,13 @@ def order_bound(model: Backbone, text: Sequence[int]) -> float:
     return total
 
 
-class Listed(KeyedNoise):
-    """Gives each row a number for its counts and the sets of masks that are listed, in place of random ones."""
+class ListedNoise(KeyedNoise):
+    """Noise that leads to given numbers and sets of masks.
+
+    Args:
+        numbers: For each row the number in [0, 1) that determines how many tokens are masked.
+        sets: For each row and sample the places to mask.
+    """
 
     def __init__(self, numbers: Sequence[float], sets: Sequence[Sequence[Sequence[int]]]) -> None:
         self.numbers, self.sets = torch.tensor(numbers, dtype=torch.float64), sets
@@ -236,7 +259,7 @@ class Listed(KeyedNoise):
         return self.numbers[:, None]
 
     def bits(self, stream: str, size: int) -> Tensor:
-        """Return 0 for what comes first, 1 for the rest."""
+        """Return 0 at the places to mask and 1 elsewhere: places are masked in ascending order."""
         assert stream.startswith("order ")
         ranks = torch.ones(len(self.sets), size, dtype=torch.int64)
         for row, sets in enumerate(self.sets):
@@ -246,6 +269,7 @@ class Listed(KeyedNoise):
 
 @pytest.mark.parametrize("num_samples", [1, 2])
 def test_the_average_over_all_counts_and_masks_is_the_bound(num_samples: int) -> None:
+    """All random choices are enumerated, each weighted by its probability, so the average is exact."""
     text = (5, 6, 7, EOS)
     likelihood = MaskedBound(num_samples=num_samples)
     model = tiny_backbone(likelihood.traits)
@@ -259,37 +283,40 @@ def test_the_average_over_all_counts_and_masks_is_the_bound(num_samples: int) ->
             probabilities.append(1 / 10 / prod(comb(len(text), count) for count in counts))
     objective = GroupPolicy(likelihood=likelihood, unit="sequence")
     batch = make_batch([text] * len(numbers))
-    corrupted = objective.corrupt(batch, Listed(numbers, chosen), model.special_tokens)
+    corrupted = objective.corrupt(batch, ListedNoise(numbers, chosen), model.special_tokens)
     with torch.no_grad():
-        values = (token_values(model, objective, corrupted) * corrupted.weights.double()).sum(1)
+        values = (compute_token_values(model, objective, corrupted) * corrupted.weights.double()).sum(1)
     average = values.view(corrupted.num_views, -1).sum(0) @ torch.tensor(probabilities, dtype=torch.float64)
     assert sum(probabilities) == pytest.approx(1)
     assert {places for sets in chosen for places in sets} == {
         places for count in range(len(text) + 1) for places in combinations(range(len(text)), count)
     }
-    assert float(average) == pytest.approx(order_bound(model, text), abs=1e-6)  # norms and weights are in float32
+    assert float(average) == pytest.approx(
+        enumerate_order_bound(model, text), abs=1e-6
+    )  # norms and weights are in float32
 
 
 def test_the_bound_is_unbiased_and_coupling_lowers_its_variance() -> None:
     text = (5, 6, 7, EOS)
     likelihood = MaskedBound(num_samples=1)
     model = tiny_backbone(likelihood.traits)
-    exact = order_bound(model, text)
+    exact = enumerate_order_bound(model, text)
     objective = GroupPolicy(likelihood=likelihood, unit="sequence")
     batch = replace(make_batch([text] * 4000), sample_keys=torch.arange(4000) * 77 + 1)
     corrupted = corrupt(model, objective, batch)
     with torch.no_grad():
-        values = (token_values(model, objective, corrupted) * corrupted.weights.double()).sum(1)
+        values = (compute_token_values(model, objective, corrupted) * corrupted.weights.double()).sum(1)
     first, second = values.view(2, -1)
     coupled = first + second
     assert abs(float(coupled.mean()) - exact) < 4.5 * float(coupled.std()) / 4000**0.5
-    # One view alone, of twice the weight, is unbiased too; two independent ones have half its variance.
+    # A single view of twice the weight is unbiased, too. Two independent views would have half its variance; coupled
+    # views have less.
     assert abs(2 * float(first.mean()) - exact) < 4.5 * 2 * float(first.std()) / 4000**0.5
     assert float(coupled.std()) < 2 * float(first.std()) / 2**0.5
 
 
-def block_bound(model: Backbone, text: Sequence[int], size: int) -> float:
-    """Return the bound over orders inside blocks by enumeration; a block is run behind the clean blocks before it."""
+def enumerate_block_bound(model: Backbone, text: Sequence[int], size: int) -> float:
+    """Return the bound over orders inside blocks, by enumeration; a block attends to the clean blocks before it."""
     start, end = len(PROMPT), len(PROMPT) + len(text)
     ids = [*PROMPT, *text] + [MASK] * (-end % size)
     total = 0.0
@@ -313,10 +340,10 @@ def test_the_bound_of_blocks_is_unbiased(text: tuple[int, ...]) -> None:
     """The prompt ends inside a block, and so do two of the texts."""
     size, num_rows = 4, 600
     model = tiny_backbone(BlockBound(block_size=size).traits)
-    exact = block_bound(model, text, size)
+    exact = enumerate_block_bound(model, text, size)
     batch = replace(make_batch([text] * num_rows), sample_keys=torch.arange(num_rows) * 77 + 1)
     for num_samples in (1, 3):
-        values = answers(model, BlockBound(block_size=size, num_samples=num_samples), batch)
+        values = log_likelihoods(model, BlockBound(block_size=size, num_samples=num_samples), batch)
         error = max(4.5 * float(values.std()) / num_rows**0.5, 1e-6)  # transformers' norms compute in float32
         assert abs(float(values.mean()) - exact) < error
     corrupted = corrupt(model, GroupPolicy(likelihood=BlockBound(block_size=size), unit="sequence"), batch)
@@ -327,7 +354,7 @@ def test_the_bound_of_blocks_is_unbiased(text: tuple[int, ...]) -> None:
 
 
 def slot_value(model: Backbone, text: Sequence[int], visible: Sequence[int], slot: int, size: int) -> float:
-    """Return the log-probability of a slot after the visible ones, in that order, by a plain loop."""
+    """Return a slot's log-probability after the prompt and the ``visible`` slots, in that order, token by token."""
     ids, positions = list(PROMPT), list(range(len(PROMPT)))
     for number in visible:
         places = range(number * size, min((number + 1) * size, len(text)))
@@ -337,27 +364,32 @@ def slot_value(model: Backbone, text: Sequence[int], visible: Sequence[int], slo
     for place in range(slot * size, min((slot + 1) * size, len(text))):
         is_first = place == slot * size
         fed = [*positions, len(PROMPT) + place] if is_first else positions
-        logits = last_logits(model, [*ids, MASK] if is_first else ids, fed)
+        logits = compute_last_logits(model, [*ids, MASK] if is_first else ids, fed)
         total += float(logits.log_softmax(-1)[text[place]])
         ids.append(text[place])
         positions.append(len(PROMPT) + place)
     return total
 
 
-def test_slots_apart_are_predicted_from_the_prompt_and_the_visible_slots() -> None:
+def test_bounds_over_slots_predict_a_slot_from_the_prompt_and_the_visible_slots() -> None:
+    """``MeanField`` predicts all slots from the prompt alone, ``SlotBound`` from random sets of other slots."""
     text, size = (5, 6, 7, 8, EOS), 3
     model = tiny_backbone(LeftToRight().traits)
     alone = sum(slot_value(model, text, (), slot, size) for slot in (0, 1))
-    assert float(answers(model, MeanField(slot_size=size), make_batch([text]))) == pytest.approx(alone, abs=1e-9)
+    assert float(log_likelihoods(model, MeanField(slot_size=size), make_batch([text]))) == pytest.approx(
+        alone, abs=1e-9
+    )
     after = slot_value(model, text, (1,), 0, size) + slot_value(model, text, (0,), 1, size)
     batch = replace(make_batch([text, text[:4]] * 60), sample_keys=torch.arange(120) * 77 + 1)
-    bounds = answers(model, SlotBound(slot_size=size, num_samples=1), batch)[::2]
-    # Of the counts 0, 1, 2, two mask both slots or neither, with weight 3 / 2, one each in turn with weight 3; halved.
+    bounds = log_likelihoods(model, SlotBound(slot_size=size, num_samples=1), batch)[::2]
+    # The number of masked slots is 0, 1 or 2. Both views mask one slot each with weight 3, or one view masks both slots
+    # and the other none with weight 3 / 2; the two views are averaged.
     expected = sorted((0.75 * alone, 1.5 * after))
     assert sorted(set(bounds.round(decimals=9).tolist())) == pytest.approx(expected, abs=1e-8)
 
 
-def refusals() -> Iterator[tuple[Likelihood, Decoder, str]]:
+def list_refusals() -> Iterator[tuple[Likelihood, Decoder, str]]:
+    """Yield likelihoods, decoders that draw from another distribution, and what the message names."""
     yield NextToken(), LLaDA(), "LLaDA"
     yield NextToken(), SelfSpeculative(slot_size=4), "slot_size 4"
     yield LeftToRight(slot_size=4), SelfSpeculative(slot_size=8), "slot_size 8"
@@ -371,13 +403,13 @@ def refusals() -> Iterator[tuple[Likelihood, Decoder, str]]:
     yield BlockBound(), LLaDA(), "LLaDA"
 
 
-@pytest.mark.parametrize(("likelihood", "decoder", "reason"), list(refusals()), ids=repr)
+@pytest.mark.parametrize(("likelihood", "decoder", "reason"), list(list_refusals()), ids=repr)
 def test_other_decoders_are_refused_with_the_reason(likelihood: Likelihood, decoder: Decoder, reason: str) -> None:
     with pytest.raises(ValueError, match=f"objective.likelihood: expected .*{reason}"):
         GroupPolicy(likelihood=likelihood, unit="sequence").check(decoder, SamplingParams())
 
 
 @pytest.mark.parametrize("option", [{"top_k": 50}, {"top_p": 0.9}, {"stop": ("x",)}], ids=str)
-def test_what_changes_the_distribution_is_refused(option: dict[str, Any]) -> None:
+def test_sampling_options_that_change_the_distribution_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"model\.sampling\.{next(iter(option))}: expected "):
         GroupPolicy().check(Autoregressive(), SamplingParams(**option))

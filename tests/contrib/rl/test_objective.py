@@ -15,7 +15,7 @@ from experiments.policy_estimators.likelihoods import MaskedBound, Rounds
 from hypothesis import settings
 from torch import Tensor
 
-from contrib.rl.test_likelihood import answers, corrupt, every_answer, make_batch, small
+from contrib.rl.test_likelihood import corrupt, list_all_answers, log_likelihoods, make_batch, shrink_vocabulary
 from modeling.fused.test_invariant import backbone
 from refusion_lit.contrib.rl import GroupPolicy, LeftToRight, NextToken, TrajectoryRecorder
 from refusion_lit.contrib.rl.likelihood import LaidOut
@@ -32,7 +32,8 @@ TEXTS = [(5, 6, 7, 8, EOS), (9, EOS), (4, 5, 6)]
 ADVANTAGES = torch.tensor([1.5, -0.5, -1.0], dtype=torch.float64)
 
 
-def hybrid() -> Backbone:
+def make_hybrid() -> Backbone:
+    """Return a tiny random model whose masks and clean tokens predict, as slots need it."""
     return tiny_backbone(LeftToRight().traits)
 
 
@@ -42,15 +43,18 @@ def compute_loss(model: Backbone, objective: GroupPolicy, corrupted: LaidOut) ->
 
 
 def corrupt_texts(model: Backbone, objective: GroupPolicy, advantages: Tensor = ADVANTAGES) -> LaidOut:
+    """Lay out ``TEXTS`` as a training batch."""
     return corrupt(model, objective, replace(make_batch(TEXTS), advantages=advantages))
 
 
 def log_probabilities(model: Backbone, objective: GroupPolicy, corrupted: LaidOut) -> Tensor:
+    """Return the log-probability of every label; zero without a label."""
     hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
     return objective.log_probabilities(hidden, model.head, corrupted)[0]
 
 
 def gradient(model: Backbone, value: Tensor) -> Tensor:
+    """Return the gradient of a value with respect to all weights, as a vector."""
     model.zero_grad()
     value.backward()
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.model.parameters()])
@@ -58,7 +62,7 @@ def gradient(model: Backbone, value: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("unit", ["token", "sequence"])
 def test_the_first_update_has_ratio_one_and_the_value_of_the_advantages(unit: str) -> None:
-    model = hybrid()
+    model = make_hybrid()
     objective = GroupPolicy(likelihood=LeftToRight(slot_size=2), unit=unit, max_new_tokens=20)
     loss = compute_loss(model, objective, corrupt_texts(model, objective))
     means = loss.named_means()
@@ -73,26 +77,33 @@ def test_the_first_update_has_ratio_one_and_the_value_of_the_advantages(unit: st
 
 @pytest.mark.parametrize("unit", ["token", "sequence"])
 def test_clipping_acts_past_its_bounds_alone(unit: str) -> None:
-    model = hybrid()
+    """The bounds are 0.8 and 1.3. Past them the ratio has no gradient: above with positive advantages, else below."""
+    model = make_hybrid()
     objective = GroupPolicy(likelihood=LeftToRight(slot_size=2), unit=unit, clip_low=0.2, clip_high=0.3)
     corrupted = corrupt_texts(model, objective)
     values = log_probabilities(model, objective, corrupted).detach()
     labelled = corrupted.labels >= 0
-    for ratio, low, high in [(1.29, False, False), (1.31, False, True), (0.81, False, False), (0.79, True, False)]:
+    for ratio, is_low, is_high in [
+        (1.29, False, False),
+        (1.31, False, True),
+        (0.81, False, False),
+        (0.79, True, False),
+    ]:
         old = (values - math.log(ratio)).where(labelled, 0.0)
         loss = compute_loss(model, objective, replace(corrupted, old=old))
         means = loss.named_means()
-        assert (float(means["clipped_low"]) > 0, float(means["clipped_high"]) > 0) == (low, high)
+        assert (float(means["clipped_low"]) > 0) is is_low
+        assert (float(means["clipped_high"]) > 0) is is_high
         slopes = gradient(model, loss.total)
         only_positive = compute_loss(model, objective, replace(corrupted, old=old, advantages=ADVANTAGES.clamp(min=0)))
         only_negative = compute_loss(model, objective, replace(corrupted, old=old, advantages=ADVANTAGES.clamp(max=0)))
-        assert bool((gradient(model, only_positive.total) == 0).all()) is high, "a clipped unit has no gradient"
-        assert bool((gradient(model, only_negative.total) == 0).all()) is low
+        assert bool((gradient(model, only_positive.total) == 0).all()) is is_high
+        assert bool((gradient(model, only_negative.total) == 0).all()) is is_low
         assert not (slopes == 0).all()
 
 
 def test_equal_rewards_give_no_gradient() -> None:
-    model = hybrid()
+    model = make_hybrid()
     objective = GroupPolicy(likelihood=LeftToRight(slot_size=2))
     advantages = group_advantages(torch.full((1, 3), 0.1, dtype=torch.float64), scale=True)
     loss = compute_loss(model, objective, corrupt_texts(model, objective, advantages[0]))
@@ -101,10 +112,12 @@ def test_equal_rewards_give_no_gradient() -> None:
 
 @pytest.mark.parametrize("likelihood", [NextToken(), LeftToRight(slot_size=2)], ids=repr)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_gradient_is_that_of_the_expected_reward(likelihood: NextToken | LeftToRight, temperature: float) -> None:
-    """All answers, each weighted by its probability, in place of samples."""
-    model = small(tiny_backbone(likelihood.traits), 2)
-    texts = every_answer(model, 3)
+def test_the_gradient_of_the_loss_is_the_gradient_of_the_expected_reward(
+    likelihood: NextToken | LeftToRight, temperature: float
+) -> None:
+    """In place of samples the batch has all answers, weighted by their probabilities, so the comparison is exact."""
+    model = shrink_vocabulary(tiny_backbone(likelihood.traits), 2)
+    texts = list_all_answers(model, 3)
     rewards = torch.tensor([float(len(set(text))) - 0.3 * text.count(3) for text in texts], dtype=torch.float64)
     objective = GroupPolicy(likelihood=likelihood, temperature=temperature, max_new_tokens=3)
     batch = make_batch(texts)
@@ -114,19 +127,19 @@ def test_the_gradient_is_that_of_the_expected_reward(likelihood: NextToken | Lef
     weights = sums.detach().exp() * rewards
     corrupted = corrupt(model, objective, replace(batch, advantages=weights))
     loss = compute_loss(model, objective, corrupted)
-    slopes = gradient(model, -loss.sums[0] * 3)  # the budget
+    slopes = gradient(model, -loss.sums[0] * 3)  # the loss is divided by the budget of three tokens
     torch.testing.assert_close(slopes, expected, rtol=1e-9, atol=1e-12)
 
 
 @cache
 def count_draws() -> Counter[tuple[int, ...]]:
-    """Return how often each text of at most three tokens is drawn: 12 000 times; 100 000 times under ``thorough``.
+    """Count the texts of at most three tokens in 12 000 draws; 100 000 under the profile ``thorough``.
 
-    100 000 draws take half a minute of the processor; the two tests below share them. All prompts are equal:
-    without ``share_prefixes``, admitting one does not compare it with all others in flight.
+    Drawing is slow, so the two tests below share the draws. The prompts are equal; without ``share_prefixes`` the
+    engine does not compare each new prompt with all prompts in flight.
     """
     num_answers = 100_000 if settings.get_current_profile_name() == THOROUGH else 12_000
-    model = small(tiny_backbone(LeftToRight().traits), 2)
+    model = shrink_vocabulary(tiny_backbone(LeftToRight().traits), 2)
     sampling = SamplingParams(max_new_tokens=3, temperature=1.0, seed=11)
     counts: Counter[tuple[int, ...]] = Counter()
     for first in range(0, num_answers, 2000):
@@ -139,9 +152,9 @@ def count_draws() -> Counter[tuple[int, ...]]:
 
 def test_answers_are_drawn_as_often_as_their_likelihood_says() -> None:
     likelihood = LeftToRight(slot_size=2)
-    model = small(tiny_backbone(likelihood.traits), 2)
-    texts = every_answer(model, 3)
-    probability = answers(model, likelihood, make_batch(texts)).exp()
+    model = shrink_vocabulary(tiny_backbone(likelihood.traits), 2)
+    texts = list_all_answers(model, 3)
+    probability = log_likelihoods(model, likelihood, make_batch(texts)).exp()
     counts = torch.tensor([count_draws()[text] for text in texts]).double()
     size = count_draws().total()
     deviations = (counts - size * probability) / (size * probability * (1 - probability)).sqrt()
@@ -150,10 +163,10 @@ def test_answers_are_drawn_as_often_as_their_likelihood_says() -> None:
 
 
 def test_the_estimate_from_answers_that_were_drawn_agrees_with_the_expected_gradient() -> None:
-    """Along five random directions, within four standard errors; drafts share the noise of the tokens they draft."""
+    """The two gradients agree along five random directions, within four standard errors."""
     likelihood = LeftToRight(slot_size=2)
-    model = small(tiny_backbone(likelihood.traits), 2)
-    texts = every_answer(model, 3)
+    model = shrink_vocabulary(tiny_backbone(likelihood.traits), 2)
+    texts = list_all_answers(model, 3)
     objective = GroupPolicy(likelihood=likelihood, max_new_tokens=3)
     rewards = torch.tensor([float(len(set(text))) - 0.3 * text.count(3) for text in texts], dtype=torch.float64)
     sums = log_probabilities(model, objective, corrupt(model, objective, make_batch(texts))).sum(1)
@@ -175,8 +188,8 @@ def test_the_estimate_from_answers_that_were_drawn_agrees_with_the_expected_grad
 
 
 def test_drafts_save_forwards_and_leave_texts_and_loss_as_they_are() -> None:
-    """Decoded slot by slot with and without drafts, with the same keys."""
-    model, likelihood = hybrid(), LeftToRight(slot_size=4)
+    """Rollouts may use drafts: equal noise gives equal answers, slot by slot, with and without drafts."""
+    model, likelihood = make_hybrid(), LeftToRight(slot_size=4)
     objective = GroupPolicy(likelihood=likelihood, max_new_tokens=12)
     prompts = [Prompt(token_ids=(3, 4, 5), id=f"p/{i}") for i in range(8)]
     sampling = SamplingParams(max_new_tokens=12, temperature=1.0, seed=2)
@@ -194,10 +207,10 @@ def test_drafts_save_forwards_and_leave_texts_and_loss_as_they_are() -> None:
     assert torch.equal(sums, expected)
 
 
-def test_mismatch_of_engine_and_trainer_is_that_of_the_forward_with_gradients() -> None:
-    """With ``batch_invariant`` the engine's probabilities come out of one forward to the last bit.
+def test_engine_and_trainer_differ_only_by_the_rounding_of_the_forward_pass_with_gradients() -> None:
+    """With ``batch_invariant`` a forward pass over the answer repeats the engine's probabilities to the last bit.
 
-    That forward has no gradients, however: training takes the library's, whose sums are of other order.
+    That forward pass has no gradients. Training uses transformers' forward pass, which adds in another order.
     """
     model = backbone("qwen3", torch.float32)
     model.traits = NextToken().traits
@@ -225,8 +238,8 @@ def test_mismatch_of_engine_and_trainer_is_that_of_the_forward_with_gradients() 
 
 
 @pytest.mark.parametrize("chunk_size", [None, 5])
-def test_old_log_probabilities_are_those_of_the_first_update_to_the_last_bit(chunk_size: int | None) -> None:
-    """They come without gradients, as before several updates on the same answers."""
+def test_log_probabilities_without_and_with_gradients_are_equal_to_the_last_bit(chunk_size: int | None) -> None:
+    """Before several updates on the same answers, old log-probabilities are computed without gradients."""
     model = backbone("qwen3", torch.float32)
     objective = GroupPolicy(likelihood=LeftToRight(slot_size=2), chunk_size=chunk_size)
     corrupted = corrupt_texts(model, objective)
@@ -237,8 +250,8 @@ def test_old_log_probabilities_are_those_of_the_first_update_to_the_last_bit(chu
     assert torch.equal(old, values)
 
 
-def test_the_mean_of_the_engines_k3_is_its_divergence_from_the_trainer() -> None:
-    """Over all tokens that the engine could draw, each weighted by the engine's probability."""
+def test_the_mean_of_k3_is_the_divergence_of_the_engine_from_the_trainer() -> None:
+    """The mean is over all tokens that the engine could draw, weighted by the engine's probabilities."""
     model, objective = tiny_backbone(NextToken().traits), GroupPolicy()
     tokens = range(model.special_tokens.vocab_size)
 
@@ -263,9 +276,9 @@ def test_the_mean_of_the_engines_k3_is_its_divergence_from_the_trainer() -> None
 
 @pytest.mark.parametrize("thresholds", [(1.0, 0.0), (0.4, 0.4)])
 def test_trajectories_are_drawn_as_often_as_their_likelihood_says(thresholds: tuple[float, float]) -> None:
-    """Discarded drafts included: each trajectory is a set of draws, and its likelihood the share of decodes with it."""
+    """A trajectory includes discarded drafts; its likelihood is the share of decodes that draw the same tokens."""
     likelihood = Rounds(slot_size=2)
-    model = small(tiny_backbone(likelihood.traits), 2)
+    model = shrink_vocabulary(tiny_backbone(likelihood.traits), 2)
     decoder = ReFusion(
         slot_size=2, num_serial_blocks=1, slot_threshold=thresholds[0], token_threshold=thresholds[1], fused=False
     )
@@ -282,7 +295,7 @@ def test_trajectories_are_drawn_as_often_as_their_likelihood_says(thresholds: tu
     firsts = [indices[0] for indices in by_draws.values()]
     batch = make_batch([rows[index].token_ids for index in firsts])
     batch = replace(batch, trajectories=[recorder.trajectories[index] for index in firsts])
-    probability = answers(model, likelihood, batch).exp()
+    probability = log_likelihoods(model, likelihood, batch).exp()
     drawn = torch.tensor([len(indices) for indices in by_draws.values()]).double()
     deviations = (drawn - size * probability) / (size * probability * (1 - probability)).sqrt()
     assert len(by_draws) > 5
@@ -312,9 +325,10 @@ def test_leave_one_out_and_scaled_advantages_are_parallel() -> None:
     assert float(scaled[0].square().sum() / 3) == pytest.approx(1, abs=1e-3)
 
 
-def test_the_expected_gradient_of_k2_is_that_of_the_divergence() -> None:
+def test_the_expected_gradient_of_k2_is_the_gradient_of_the_divergence() -> None:
+    """So the penalty ``kl_weight`` moves the policy towards the reference model."""
     likelihood = NextToken()
-    model = small(tiny_backbone(likelihood.traits), 2)  # three tokens may be drawn
+    model = shrink_vocabulary(tiny_backbone(likelihood.traits), 2)  # three tokens may be drawn
     objective = GroupPolicy(likelihood=likelihood, kl_weight=1.0, unit="sequence")
     texts = [(token,) for token in (EOS, 3, 4)]
     batch = replace(make_batch(texts), advantages=torch.zeros(3, dtype=torch.float64))
@@ -338,12 +352,14 @@ def test_the_expected_gradient_of_k2_is_that_of_the_divergence() -> None:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Return the estimate from the log-ratio of the distribution that draws to the other one."""
+    """Return the k3 estimate of a divergence; ``log_ratio`` is log(p / q) where p draws and q is compared with it."""
     return torch.exp(-log_ratio) - 1 + log_ratio
 
 
 def test_expected_gradients_of_the_estimates_of_a_divergence() -> None:
-    """Over draws of the policy: zero for k1, that of the KL to the reference for k2, that of the KL back for k3."""
+    """For draws of the policy, k1 has the expected gradient zero, k2 the gradient of KL(policy, reference), and k3 the
+    gradient of KL(reference, policy).
+    """
     logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
     log_policy, reference = logits.log_softmax(0), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
     log_ratio = log_policy - reference
@@ -353,16 +369,16 @@ def test_expected_gradients_of_the_estimates_of_a_divergence() -> None:
 
     drawn_with = log_policy.detach().exp()
     k1, k2, k3_slope = (slope(drawn_with @ values) for values in (log_ratio, log_ratio**2 / 2, k3(log_ratio)))
-    there, back = slope(log_policy.exp() @ log_ratio), slope(reference.exp() @ -log_ratio)
+    to_reference, to_policy = slope(log_policy.exp() @ log_ratio), slope(reference.exp() @ -log_ratio)
     torch.testing.assert_close(k1, torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-15)
-    torch.testing.assert_close(k2, there, rtol=1e-12, atol=1e-15)
-    torch.testing.assert_close(k3_slope, back, rtol=1e-12, atol=1e-15)
-    assert float((there - back).abs().max()) > 0.05
+    torch.testing.assert_close(k2, to_reference, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(k3_slope, to_policy, rtol=1e-12, atol=1e-15)
+    assert float((to_reference - to_policy).abs().max()) > 0.05
 
 
 def test_the_engine_is_compared_by_k3_and_the_reference_by_k2() -> None:
-    """For three answers of one token, each of which has log-probabilities of its own."""
-    model = small(tiny_backbone(NextToken().traits), 2)
+    """The figure ``engine_kl`` is the k3 estimate and the loss term ``kl`` the k2 estimate, for three short answers."""
+    model = shrink_vocabulary(tiny_backbone(NextToken().traits), 2)
     objective = GroupPolicy(unit="sequence")
     batch = replace(make_batch([(token,) for token in (EOS, 3, 4)]), advantages=torch.zeros(3, dtype=torch.float64))
     corrupted = corrupt(model, objective, batch)

@@ -1,3 +1,5 @@
+"""``Autoregressive`` against transformers' ``generate``, and its draws against a model of known probabilities."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -32,6 +34,7 @@ SMALL_CONFIG = {
 
 @cache
 def build_model(kind: str) -> Backbone:
+    """Return a random model of a type of transformers, or the trained model of the goldens for "trained"."""
     tokenizer = AutoTokenizer.from_pretrained(CLEAN)
     if kind == "trained":
         config = BackboneConfig(source=str(CLEAN), dtype="float64")
@@ -73,7 +76,7 @@ def test_greedy_decoding_is_what_transformers_generates(kind: str, batch_size: i
     assert len({row.num_forwards for row in rows}) > 1 or kind != "trained"
 
 
-def test_sampled_rows_are_those_of_the_prompts_alone() -> None:
+def test_sampling_in_a_batch_gives_the_texts_of_single_prompts_and_depends_on_the_seed() -> None:
     model = build_model("llama")
     prompts = make_prompts(model, [3, 11, 1, 7, 7])
     sampling = SamplingParams(max_new_tokens=12, temperature=1.3, top_p=0.95, seed=4)
@@ -87,7 +90,7 @@ def test_sampled_rows_are_those_of_the_prompts_alone() -> None:
 
 
 class TokenTable(PlainModel):
-    """Gives each next token with a probability that depends on the token before it alone; has no mask token."""
+    """A model whose next token depends only on the token before, with given probabilities (before, next)."""
 
     def __init__(self, probabilities: Tensor, eos: int) -> None:
         self.table = probabilities.log()
@@ -118,7 +121,7 @@ def test_sampled_tokens_have_the_models_distribution(temperature: float) -> None
     model = TokenTable(probabilities / probabilities.sum(-1, keepdim=True), eos=4)
     prompts = [Prompt(token_ids=(2,), id=str(i)) for i in range(1500)]
     sampling = SamplingParams(max_new_tokens=4, temperature=temperature)
-    # Looking for common beginnings would take most of the time.
+    # Comparing the prompts' beginnings would take most of the time.
     rows = decode(model, Autoregressive(), prompts, sampling, batch_size=1500, share_prefixes=False).rows
     counts = torch.zeros(5, 5, dtype=torch.float64)
     for row in rows:
@@ -132,7 +135,7 @@ def test_sampled_tokens_have_the_models_distribution(temperature: float) -> None
     assert (chi_square < 23.5).all()  # 4 degrees of freedom: 1 in 10,000
 
 
-def test_the_end_in_the_first_token_costs_one_forward() -> None:
+def test_an_eos_token_first_costs_one_forward_pass() -> None:
     table = torch.full((3, 3), 0.1, dtype=torch.float64)
     table[:, 2] = 0.8
     [row] = decode(
@@ -167,14 +170,14 @@ def test_the_shipped_file_makes_the_decoder(name: str) -> None:
     assert type(decoder).__name__.lower() == name.replace("_", "")
 
 
-def test_the_trace_tells_the_prompt_from_the_tokens_after_it() -> None:
+def test_the_trace_names_the_forward_pass_of_the_prompt_prefill() -> None:
     prompt, sampling = Prompt(token_ids=(5, 6, 7), id="0"), SamplingParams(max_new_tokens=3)
     model = HashModel(1, ends=frozenset(), end_bias=-99.0, traits=ModelTraits(predictions=("next_token",)))
     [row] = decode(model, Autoregressive(), [prompt], sampling, trace=True).rows
     assert [entry.phase for entry in row.trace] == ["prefill", "next_token", "next_token"]
 
 
-def test_a_check_refuses_unless_told_otherwise() -> None:
+def test_check_model_refuses_a_mismatch_or_warns_with_allow_mismatch() -> None:
     model = HashModel(1, traits=ModelTraits(attention="bidirectional", predictions=("mask",)))
     with pytest.raises(ModelMismatchError, match="causal attention"):
         check_model(model, Autoregressive())

@@ -1,3 +1,5 @@
+"""Block diffusion against a slow reference that recomputes the whole text in each round, and its options."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -27,7 +29,8 @@ from support.example_counts import examples
 ROOT = Path(__file__).parents[3]
 CLEAN = ROOT / "tests" / "goldens" / "models" / "additions-clean"
 PAD, EOS, MASK = 0, 1, 2
-NEVER_DRAWN = 18  # taken for the end of sequence and left out of the choice: responses run to their full length
+NEVER_DRAWN = 18
+"""An id that no decoder draws. As the only EOS token it makes all responses run to their full length."""
 
 
 @cache
@@ -36,7 +39,7 @@ def backbone() -> Backbone:
 
 
 def model_for(decoder: BlockDiffusion, eos: tuple[int, ...] = (EOS,)) -> Backbone:
-    """Return one and the same tiny model, said to be trained for a decoder."""
+    """Return the tiny model with the traits of a model that was trained for a decoder."""
     special = replace(backbone().special_tokens, eos_token_ids=eos)
     if eos == (NEVER_DRAWN,):  # the last id, now beyond the tokenizer
         special = replace(special, vocab_size=NEVER_DRAWN)
@@ -47,7 +50,7 @@ def model_for(decoder: BlockDiffusion, eos: tuple[int, ...] = (EOS,)) -> Backbon
 
 
 def make_prompts(lengths: list[int], seed: int = 0) -> list[Prompt]:
-    """Return prompts of any ids, masks and ends of sequence among them."""
+    """Return prompts of random ids, among them mask and EOS tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [
         Prompt(token_ids=tuple(torch.randint(0, 18, (length,), generator=generator).tolist()), id=str(i))
@@ -56,7 +59,16 @@ def make_prompts(lengths: list[int], seed: int = 0) -> list[Prompt]:
 
 
 class Reference:
-    """Block diffusion at temperature 0 the slow way: the whole text is recomputed in each round."""
+    """Block diffusion at temperature 0 without a cache: each round computes the whole text.
+
+    Attributes:
+        text: Prompt and response; ``None`` for a mask.
+        num_rounds: Rounds in which masks were replaced.
+        num_stored: Blocks that a decoder with a cache stores.
+        masked: Positions of the masks, by round.
+        probabilities: Probabilities of the best tokens at the masks, by round.
+        accepted: Positions at which tokens were accepted, by round.
+    """
 
     def __init__(self, decoder: BlockDiffusion, model: Backbone, prompt: Prompt, max_new_tokens: int) -> None:
         self.decoder, self.model, self.special = decoder, model, model.special_tokens
@@ -81,7 +93,8 @@ class Reference:
                 return tokens
         return tokens if len(tokens) == self.max_new_tokens else None
 
-    def probabilities_at(self, position: int, length: int) -> tuple[int, float]:
+    def predict(self, position: int, length: int) -> tuple[int, float]:
+        """Return the most probable allowed token at a position and its probability, given ``length`` tokens of text."""
         ids = [MASK if token is None else token for token in self.text[:length]]
         visible = [
             [key // self.decoder.block_size <= query // self.decoder.block_size for key in range(length)]
@@ -107,14 +120,15 @@ class Reference:
                 if self.decoder.shifted and self.text[start] is None:
                     self.text[start] = self.probabilities_at(start - 1, start)[0]
             for first in range(start, start + size, span):
-                self.one_span(range(first, first + span), start + size)
+                self.fill(range(first, first + span), start + size)
             if self.response is not None:
                 return
             start += size
 
-    def one_span(self, span: range, length: int) -> None:
+    def fill(self, span: range, length: int) -> None:
+        """Replace all masks of a block or sub-block."""
         while self.response is None and (masked := [p for p in span if self.text[p] is None]):
-            read = {p: self.probabilities_at(p - self.decoder.shifted, length) for p in masked}
+            read = {p: self.predict(p - self.decoder.shifted, length) for p in masked}
             best = sorted(masked, key=lambda p: (-read[p][1], p))
             if self.decoder.sampling_rule == "threshold":
                 chosen = {best[0], *(p for p in masked if read[p][1] > self.decoder.threshold)}
@@ -129,7 +143,7 @@ class Reference:
 
     @property
     def num_forwards(self) -> int:
-        """What arithmetic says: stores that are fused with a round cost nothing of their own."""
+        """Expected number of forward passes: storing a block is free if it is fused with a round."""
         if not self.decoder.fused:
             return self.num_rounds + self.num_stored
         if not self.decoder.shifted:
@@ -185,7 +199,7 @@ def test_greedy_decoding_is_the_slow_reference(
     batch_size=st.integers(2, 4),
     seed=st.integers(0, 99),
 )
-def test_each_prompt_gets_what_it_gets_alone(
+def test_a_batch_changes_no_response(
     decoder: BlockDiffusion, lengths: list[int], temperature: float, batch_size: int, seed: int
 ) -> None:
     model, prompts = model_for(decoder, (EOS, 13)), make_prompts(lengths, seed)
@@ -200,12 +214,12 @@ def test_each_prompt_gets_what_it_gets_alone(
         assert not {PAD, MASK} & set(row.token_ids)
 
 
-# Shifted, a whole block's first token comes from the clean block here and from the noisy one in training.
+# No case has a whole shifted block, whose first token the clean block predicts here and the noisy block in training.
 @pytest.mark.parametrize(
     ("num_known", "shifted"), [(3, False), (9, False), (16, False), (3, True), (9, True), (14, True)]
 )
 def test_masks_are_predicted_as_in_training(num_known: int, shifted: bool) -> None:
-    """The doubled sequence of training, all of the last block masked, gives the probabilities of the first round."""
+    """A training sample with the last block masked gives the probabilities of the decoder's first round."""
     num_new = 8 - num_known % 8
     decoder, [prompt] = BlockDiffusion(shifted=shifted), make_prompts([num_known])
     model = model_for(decoder, (NEVER_DRAWN,))
@@ -230,8 +244,8 @@ def test_masks_are_predicted_as_in_training(num_known: int, shifted: bool) -> No
     assert first.probabilities == pytest.approx(probabilities.gather(-1, drafts[:, None])[:, 0].tolist(), abs=1e-10)
 
 
-def full(decoder: BlockDiffusion, num_known: int, max_new_tokens: int, **sampling: float) -> Generation:
-    """Decode a prompt whose response has no end."""
+def decode_full(decoder: BlockDiffusion, num_known: int, max_new_tokens: int, **sampling: float) -> Generation:
+    """Decode a prompt of ``num_known`` tokens whose response has no EOS token, so that its length is known."""
     params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)  # type: ignore[arg-type]
     model = model_for(decoder, (NEVER_DRAWN,))
     [row] = decode(model, decoder, make_prompts([num_known]), params, trace=True).rows
@@ -242,7 +256,7 @@ def full(decoder: BlockDiffusion, num_known: int, max_new_tokens: int, **samplin
 @pytest.mark.parametrize("num_known", [1, 6, 13])
 def test_shifted_blocks_of_one_token_are_autoregressive_decoding(num_known: int) -> None:
     decoder = BlockDiffusion(block_size=1, shifted=True)
-    row = full(decoder, num_known, 15)
+    row = decode_full(decoder, num_known, 15)
     model = model_for(decoder, (NEVER_DRAWN,))
     model.traits = ModelTraits()
     [sequential] = decode(model, Autoregressive(), make_prompts([num_known]), SamplingParams(max_new_tokens=15)).rows
@@ -254,13 +268,13 @@ def test_shifted_blocks_of_one_token_are_autoregressive_decoding(num_known: int)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_threshold_of_one_gives_one_token_a_round(shifted: bool, temperature: float) -> None:
     decoder = BlockDiffusion(block_size=8, sub_block_size=4, threshold=1.0, shifted=shifted)
-    row = full(decoder, 16, 24, temperature=temperature)
+    row = decode_full(decoder, 16, 24, temperature=temperature)
     assert row.num_forwards == 24
     assert [len(entry.accepted) for entry in row.trace] == [1] * 24
-    # A shifted block's first token comes from the forward that caches the block before.
+    # The first token of a shifted block comes from the forward pass that stores the block before.
     phases = ["store" if shifted and i % 8 == 0 else "denoise" for i in range(24)]
     assert [entry.phase for entry in row.trace] == phases
-    separate = full(replace(decoder, fused=False), 16, 24, temperature=temperature)
+    separate = decode_full(replace(decoder, fused=False), 16, 24, temperature=temperature)
     assert separate.num_forwards == 24 + (0 if shifted else 3)
     if temperature == 0:
         assert separate.token_ids == row.token_ids
@@ -268,9 +282,11 @@ def test_a_threshold_of_one_gives_one_token_a_round(shifted: bool, temperature: 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_threshold_of_zero_gives_a_sub_block_a_round(fused: bool) -> None:
+    """3 known and 21 new tokens are 3 blocks of 8, and new tokens in 11 sub-blocks of 2; 2 blocks are stored."""
     decoder = BlockDiffusion(block_size=8, threshold=0.0, fused=fused)
-    assert full(decoder, 3, 21).num_forwards == 3 + (0 if fused else 2)
-    assert full(replace(decoder, sub_block_size=2), 3, 21).num_forwards == 11 + (0 if fused else 2)
+    num_stored = 0 if fused else 2
+    assert decode_full(decoder, 3, 21).num_forwards == 3 + num_stored
+    assert decode_full(replace(decoder, sub_block_size=2), 3, 21).num_forwards == 11 + num_stored
 
 
 def test_the_first_token_of_a_shifted_block_is_greedy_at_any_temperature() -> None:
@@ -286,21 +302,21 @@ def test_the_first_token_of_a_shifted_block_is_greedy_at_any_temperature() -> No
     assert len(seconds) > 1
 
 
-def test_first_hitting_costs_a_forward_a_token_and_takes_places_by_chance() -> None:
+def test_first_hitting_takes_a_random_place_with_every_forward_pass() -> None:
     decoder = BlockDiffusion(sampling_rule="first_hitting")
-    row = full(decoder, 8, 16, temperature=1.0)
+    row = decode_full(decoder, 8, 16, temperature=1.0)
     assert row.num_forwards == 16
     places = [place for entry in row.trace for place in entry.accepted]
     assert sorted(places[:8]) == list(range(8, 16))
     assert sorted(places[8:]) == list(range(16, 24))
     assert places != sorted(places)
-    assert row.token_ids == full(decoder, 8, 16, temperature=1.0).token_ids
-    assert row.token_ids != full(decoder, 8, 16, temperature=1.0, seed=1).token_ids
+    assert row.token_ids == decode_full(decoder, 8, 16, temperature=1.0).token_ids
+    assert row.token_ids != decode_full(decoder, 8, 16, temperature=1.0, seed=1).token_ids
 
 
 def test_first_hitting_at_temperature_zero_takes_the_most_certain_place() -> None:
-    row = full(BlockDiffusion(sampling_rule="first_hitting"), 5, 19, seed=3)
-    assert row.trace == full(BlockDiffusion(threshold=1.0), 5, 19).trace
+    row = decode_full(BlockDiffusion(sampling_rule="first_hitting"), 5, 19, seed=3)
+    assert row.trace == decode_full(BlockDiffusion(threshold=1.0), 5, 19).trace
 
 
 def begin_sampled(decoder: BlockDiffusion, prompt_id: str) -> SubBlockState:
@@ -312,8 +328,8 @@ def begin_sampled(decoder: BlockDiffusion, prompt_id: str) -> SubBlockState:
     return state
 
 
-def one_round(decoder: BlockDiffusion, state: SubBlockState, probabilities: list[float]) -> Forward:
-    """Answer a step's one forward; return it."""
+def run_round(decoder: BlockDiffusion, state: SubBlockState, probabilities: list[float]) -> Forward:
+    """Run a step whose model draws the token 4 at every mask, with these probabilities; return its forward pass."""
     steps = decoder.step(state)
     request = next(steps)
     assert isinstance(request, Forward)
@@ -327,9 +343,9 @@ def one_round(decoder: BlockDiffusion, state: SubBlockState, probabilities: list
 def test_thresholds_are_strict_ties_go_left_and_each_round_has_its_own_noise() -> None:
     decoder = BlockDiffusion(block_size=4, threshold=0.5)
     state = begin_sampled(decoder, "0")
-    first = one_round(decoder, state, [0.25, 0.5, 0.5, 0.125])
+    first = run_round(decoder, state, [0.25, 0.5, 0.5, 0.125])
     assert state.is_masked == [True, False, True, True]
-    second = one_round(decoder, state, [0.75, 0.5, 0.625])
+    second = run_round(decoder, state, [0.75, 0.5, 0.625])
     assert state.is_masked == [False, False, True, False]
     assert state.commit_rounds == [2, 1, 0, 2]
     assert first.draw.round != second.draw.round
@@ -338,7 +354,7 @@ def test_thresholds_are_strict_ties_go_left_and_each_round_has_its_own_noise() -
 
 
 def run_steps(decoder: BlockDiffusion, prompt_id: str) -> list[list[int]]:
-    """Drive a decoder by hand over one block of a sampled response; return the places each step committed."""
+    """Decode a block of a sampled response without a model; return the places that each step committed."""
     state = begin_sampled(decoder, prompt_id)
     committed = []
     while not state.prefix_ends:

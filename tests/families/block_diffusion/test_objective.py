@@ -28,7 +28,18 @@ LENGTHS = [(3, 9), (1, 1), (0, 17), (8, 8), (5, 4), (2, 16)]
 def slow_block_ratios(
     prompt: int, length: int, size: int, order: list[float], uniform: list[float]
 ) -> dict[int, float]:
-    """Return t in [0, 1) of every block with response tokens: each one's stratum is its rank in a random order."""
+    """Return the mask ratio t in [0, 1) of every block with response tokens.
+
+    [0, 1) is divided into as many strata as there are blocks; a block draws from the stratum of its rank in a random
+    order.
+
+    Args:
+        prompt: Length of the prompt.
+        length: Length of prompt and response.
+        size: Size of a block.
+        order: A random number for each block, by which blocks are ranked.
+        uniform: A random number for each block, its place in the stratum.
+    """
     blocks = list(range(prompt // size, (length - 1) // size + 1))
     ranks = {block: rank for rank, block in enumerate(sorted(blocks, key=lambda block: order[block]))}
     return {block: (ranks[block] + uniform[block]) / len(blocks) for block in blocks}
@@ -107,6 +118,11 @@ def test_equals_the_slow_reference(
 
 @pytest.mark.parametrize(("num_tokens", "block_size"), [(12, 4), (6, 1), (8, 8), (6, 4)])
 def test_mask_follows_the_three_rules(num_tokens: int, block_size: int) -> None:
+    """A row holds a noisy and a clean copy of the text.
+
+    All tokens see their own block in their own copy; noisy blocks see clean blocks before them; clean blocks see clean
+    blocks up to their own.
+    """
     lengths = [num_tokens, block_size]
     mask = ranges_mask(three_part_ranges(num_tokens, block_size, torch.tensor(lengths)), 2 * num_tokens)
     for row, length in enumerate(lengths):
@@ -122,7 +138,10 @@ def test_mask_follows_the_three_rules(num_tokens: int, block_size: int) -> None:
 
 
 def test_no_path_leads_from_a_clean_token_to_its_own_noisy_block() -> None:
-    """Through any number of layers a noisy block hears of itself and of earlier clean blocks only."""
+    """Through any number of layers a noisy block depends only on itself and on earlier clean blocks.
+
+    Otherwise the answer would leak into training.
+    """
     num_tokens, size = 12, 3
     mask = ranges_mask(three_part_ranges(num_tokens, size, torch.tensor([num_tokens])), 2 * num_tokens)[0]
     reach = mask.float()
@@ -150,7 +169,7 @@ def toy_backbone(corrupted: CorruptedBatch) -> Tensor:
 def test_one_block_is_the_masked_objective(
     make_batch: MakeBatch, make_noise: Noise, special_tokens: SpecialTokens, shifted: bool
 ) -> None:
-    """With one block (L' = L) the mask's second and third part are empty, and the loss is the masked one."""
+    """With one block as long as the text, block diffusion is masked diffusion: same hidden states, same loss."""
     batch = make_batch([(4, 12), (7, 9)])
     noise, ratio = make_noise(batch), torch.tensor([0.5, 0.8])
     block, masked = BlockMasked(block_size=16, shifted=shifted), Masked(shifted=shifted)
@@ -161,7 +180,7 @@ def test_one_block_is_the_masked_objective(
 
     hidden = toy_backbone(doubled)
     torch.testing.assert_close(hidden[:, :16], toy_backbone(single))
-    # The same sums up to the normalisation: all response tokens here, each sample's own there.
+    # The same sums up to the normalisation: by all response tokens here, by the tokens of each sample there.
     torch.testing.assert_close(doubled.weights[:, :16], single.weights * batch.response_lengths[:, None])
     head = torch.nn.Linear(16, 100, dtype=torch.float64)
     one = make_batch([(4, 12)])
@@ -175,14 +194,14 @@ def test_one_block_is_the_masked_objective(
 def test_clean_half_gives_what_a_block_causal_model_gives_on_the_text(
     make_batch: MakeBatch, make_noise: Noise, special_tokens: SpecialTokens
 ) -> None:
-    """A decoder that caches finished blocks sees the very history of training."""
+    """A decoder that caches finished blocks sees the same history as in training."""
     batch = make_batch([(4, 12), (1, 7)])
     objective = BlockMasked(block_size=4)
     corrupted = objective.corrupt(batch, make_noise(batch), special_tokens, mask_ratio=torch.tensor([0.5, 0.5]))
     hidden = toy_backbone(corrupted)
     for row, length in ((0, 16), (1, 8)):
         for block in range(0, length, 4):
-            # History as it is, then the noisy block, seen as decoders see it.
+            # The clean history, then the noisy block, with the attention of a decoder.
             ids = torch.cat((corrupted.input_ids[row, 16 : 16 + block], corrupted.input_ids[row, block : block + 4]))
             stops = (torch.arange(block + 4) // 4 + 1) * 4
             alone = CorruptedBatch(

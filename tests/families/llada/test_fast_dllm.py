@@ -19,7 +19,14 @@ each_cache = pytest.mark.parametrize("cache", CACHES)
 
 
 def check(decoder: FastDLLM, length: int, rule: Any, prompts: list[tuple[int, ...]] = PROMPTS) -> None:
-    """Compare text and the length of every forward with the plain loop's."""
+    """Compare the text and the length of every forward pass with a plain loop.
+
+    Args:
+        decoder: The decoder.
+        length: Number of new tokens.
+        rule: Chooses in the plain loop the places to unmask; the decoder's options must mean the same rule.
+        prompts: The prompts.
+    """
     for prompt, row in zip(prompts, run(decoder, length, prompts), strict=True):
         tokens, lengths = fast_dllm(
             prompt, length, decoder.block_length, rule, kept=decoder.cache, shift=int(decoder.shifted)
@@ -30,7 +37,15 @@ def check(decoder: FastDLLM, length: int, rule: Any, prompts: list[tuple[int, ..
 
 @each_cache
 @pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize(("length", "block", "threshold"), [(12, 12, 0.3), (12, 12, 2.0), (18, 5, 0.0), (18, 5, 0.6)])
+@pytest.mark.parametrize(
+    ("length", "block", "threshold"),
+    [
+        pytest.param(12, 12, 0.3, id="one block"),
+        pytest.param(12, 12, 2.0, id="one block, nothing above the threshold"),
+        pytest.param(18, 5, 0.0, id="blocks with a shorter last block, everything above the threshold"),
+        pytest.param(18, 5, 0.6, id="blocks with a shorter last block"),
+    ],
+)
 def test_a_plain_loop_gives_the_same(length: int, block: int, threshold: float, shifted: bool, cache: Any) -> None:
     decoder = FastDLLM(block_length=block, threshold=threshold, shifted=shifted, cache=cache)
     check(decoder, length, by_threshold(threshold), PROMPTS[:2])
@@ -61,10 +76,12 @@ def test_a_prompt_may_contain_the_mask_id(cache: Any) -> None:
 
 def test_the_caches_are_approximate() -> None:
     """Otherwise the comparisons above would not tell them apart."""
-    texts = [
+    none, prefix, dual = (
         [row.token_ids for row in run(FastDLLM(block_length=20, cache=cache), 40, PROMPTS[:2])] for cache in CACHES
-    ]
-    assert texts[0] != texts[1] != texts[2] != texts[0]
+    )
+    assert none != prefix
+    assert none != dual
+    assert prefix != dual
 
 
 @each_cache
@@ -74,7 +91,7 @@ def test_a_threshold_above_one_unmasks_one_token_a_forward(cache: Any) -> None:
 
 
 @each_cache
-def test_an_endless_factor_unmasks_a_block_at_once(cache: Any) -> None:
+def test_a_huge_factor_unmasks_a_block_at_once(cache: Any) -> None:
     for row in run(FastDLLM(block_length=4, threshold=None, factor=1e9, cache=cache), 12):
         assert row.num_forwards == 3
 
@@ -86,7 +103,12 @@ def test_blocks_of_one_token_are_refreshed_every_step_and_need_no_cache(cache: A
 
 
 @pytest.mark.parametrize(("cache", "lengths"), [("prefix", [20, 12, 12, 12, 20, 8, 8, 8]), ("dual", [20, 4, 4, 4] * 2)])
-def test_what_a_cache_saves(cache: Any, lengths: list[int]) -> None:
+def test_a_cache_shortens_all_forward_passes_of_a_block_but_the_first(cache: Any, lengths: list[int]) -> None:
+    """The prompt has 8 tokens, and 3 blocks of 4 masks follow.
+
+    The first forward pass of a block computes all 20 tokens. Later forward passes compute the block and the masks after
+    it with ``prefix``, and the block with ``dual``. ``lengths`` are the tokens of the forward passes of two blocks.
+    """
     prompt = PROMPTS[0][:8]
     (row,) = run(FastDLLM(block_length=4, threshold=1.1, cache=cache), 12, [prompt])
     shapes = row.forward_shapes
@@ -94,6 +116,7 @@ def test_what_a_cache_saves(cache: Any, lengths: list[int]) -> None:
 
 
 def choose_places(decoder: FastDLLM, confidences: list[float]) -> list[int]:
+    """Return the places that a decoder unmasks, given the model's confidence at each place."""
     return unmask(decoder, Reading(tokens=[3] * len(confidences), probabilities=confidences))
 
 
@@ -114,7 +137,7 @@ def test_the_factor_rule_is_the_papers(confidences: list[float], factor: float) 
     assert sorted((confidences[i] for i in chosen), reverse=True) == ranked[:expected]
 
 
-def test_shared_out_steps_are_llada() -> None:
+def test_a_number_of_steps_without_a_cache_gives_the_text_of_llada() -> None:
     fast = run(FastDLLM(block_length=6, threshold=None, steps=4), 12)
     slow = run(LLaDA(block_length=6, steps=4), 12)
     assert [(r.token_ids, r.num_forwards) for r in fast] == [(r.token_ids, r.num_forwards) for r in slow]
@@ -156,14 +179,15 @@ def test_with_a_cache_a_shifted_block_begins_with_its_first_token_alone() -> Non
     ]  # fmt: skip
 
 
-def test_stopping_at_the_end_gives_the_same_text() -> None:
-    for cache in CACHES:
-        full, stopped = (
-            run(FastDLLM(block_length=8, cache=cache, stop_at_eos=stops), 64, PROMPTS[:2]) for stops in (False, True)
-        )
-        assert [r.token_ids for r in full] == [r.token_ids for r in stopped]
-        assert all(r.finish_reason == "eos" for r in full)
-        assert all(s.num_forwards < f.num_forwards for s, f in zip(stopped, full, strict=True))
+@each_cache
+def test_stopping_at_an_eos_token_gives_the_same_text_in_fewer_forward_passes(cache: Any) -> None:
+    full_rows, stopped_rows = (
+        run(FastDLLM(block_length=8, cache=cache, stop_at_eos=stops), 64, PROMPTS[:2]) for stops in (False, True)
+    )
+    for full, stopped in zip(full_rows, stopped_rows, strict=True):
+        assert full.token_ids == stopped.token_ids
+        assert full.finish_reason == "eos"
+        assert stopped.num_forwards < full.num_forwards
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,10 @@ LENGTHS = [(3, 9), (1, 1), (0, 17), (5, 4), (2, 16)]
 
 
 def slow_cart(tokens: list[int | None], place: int, p: float) -> float:
-    """Sum over clean tokens (``None`` is a mask) of the geometric law of their distance."""
+    """Return the CART weight of the mask at a place: the nearer the clean tokens, the larger the weight.
+
+    A clean token at distance d adds p (1 - p)^(d - 1) / 2. ``None`` stands for a mask.
+    """
     total = 0.0
     for other, token in enumerate(tokens):
         if token is not None:

@@ -19,7 +19,7 @@ from refusion_lit.modeling.fused.attention import (
 )
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.modeling.visibility import Span, Visibility, as_mask
-from support.ragged import DIM, by_hand, make_ragged, prepare_cache, states
+from support.ragged import DIM, attend_slowly, draw_states, make_ragged, prepare_cache
 
 SIZE = st.integers(1, 9).flatmap(lambda queries: st.tuples(st.just(queries), st.integers(queries, 14)))
 LIKE = torch.empty(0, dtype=torch.float64)
@@ -38,14 +38,14 @@ def test_chunks_and_padded_rows_attend_as_each_token_does_alone(
     num_rows = len(sizes) + spare
     storage = random.Random(seed).sample(range(num_rows), len(sizes))
     made = make_ragged(seed, sizes, storage)
-    query, key, value = states(seed, len(made.plan["row_index"]))
+    query, key, value = draw_states(seed, len(made.plan["row_index"]))
     for kind in ("chunks", "ranges", "matrix"):
         cache = prepare_cache(made.plan, num_rows, seed)
         seen = made.mask if kind == "matrix" else made.visibility
         calls = chunked_calls(made.visibility, torch.float64, max_mask) if kind == "chunks" else []
         attend = RowAttention(made.rows, calls or [padded_call(made.rows, seen, cache, LIKE)], cache)
         actual = attend(0, query, key, value)
-        torch.testing.assert_close(actual, by_hand(made.rows, made.mask, cache, query, key, value))
+        torch.testing.assert_close(actual, attend_slowly(made.rows, made.mask, cache, query, key, value))
 
 
 @settings(max_examples=60)
@@ -94,7 +94,7 @@ def test_tokens_attend_to_each_other_without_a_cache(seed: int, lengths: list[in
         Visibility(spans, (len(lengths), longest), longest),
         Rows(torch.Size((len(lengths), longest)), None),
     )
-    query, key, value = states(seed, len(lengths) * longest)
+    query, key, value = draw_states(seed, len(lengths) * longest)
 
     def attend(calls: list[Call]) -> Tensor:
         return RowAttention(rows, calls, None)(0, query, key, value)

@@ -1,4 +1,4 @@
-"""With ``batch_invariant``, a token's results are bitwise independent of the rest of the forward."""
+"""With ``batch_invariant``, a token's logits are equal to the last bit in all batches and all cuts of its text."""
 
 from __future__ import annotations
 
@@ -37,8 +37,14 @@ def backbone(model_type: str, dtype: torch.dtype, **sizes: int) -> Backbone:
 
 
 @torch.no_grad()
-def logits_by(model: Backbone, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Return logits [row, token, vocab] of texts that are fed in forwards of some lengths."""
+def feed_in_parts(model: Backbone, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Return the logits (row, token, vocabulary) of texts.
+
+    Args:
+        model: The model.
+        ids: Token ids (row, token).
+        lengths: Numbers of tokens that the forward passes compute, one after another, over a KV cache.
+    """
     num_rows, total = ids.shape
     cache, logits, start = model.make_cache(num_rows), [], 0
     for length in lengths:
@@ -63,23 +69,23 @@ def test_any_cut_and_batch_gives_the_same_bits(
 ) -> None:
     model = backbone(model_type, dtype)
     ids = torch.randint(0, VOCAB, (4, 30), generator=torch.Generator().manual_seed(1))
-    at_once = logits_by(model, ids, [30])
-    assert torch.equal(logits_by(model, ids, lengths), at_once)
-    assert torch.equal(logits_by(model, ids[row : row + 1], lengths), at_once[row : row + 1])
-    with torch.no_grad():  # without a cache, beside a longer row
+    at_once = feed_in_parts(model, ids, [30])
+    assert torch.equal(feed_in_parts(model, ids, lengths), at_once)
+    assert torch.equal(feed_in_parts(model, ids[row : row + 1], lengths), at_once[row : row + 1])
+    with torch.no_grad():  # without a cache, and with more text after it
         longer = torch.cat((ids[row : row + 1], ids[:1, :17]), 1)
         hidden = model.hidden_states(longer, torch.arange(47)[None], None)
     assert torch.equal(model.logits(hidden[:, :30]), at_once[row : row + 1])
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_past_512_keys(dtype: torch.dtype) -> None:
+def test_texts_of_more_than_512_tokens_give_the_same_bits(dtype: torch.dtype) -> None:
     model = backbone("qwen3", dtype)
     ids = torch.randint(0, VOCAB, (1, 600), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(logits_by(model, ids, [500, *[7] * 20]), logits_by(model, ids, [600]))
+    assert torch.equal(feed_in_parts(model, ids, [500, *[7] * 20]), feed_in_parts(model, ids, [600]))
 
 
-def test_ranges_of_a_long_text_are_its_matrix() -> None:
+def test_causal_attention_given_as_ranges_gives_the_same_bits() -> None:
     model = backbone("qwen3", torch.float32)
     ids, ends = torch.randint(0, VOCAB, (1, 300), generator=torch.Generator().manual_seed(1)), torch.arange(1, 301)
     ranges = torch.stack((torch.zeros_like(ends), ends), -1)[None, :, None]
@@ -96,12 +102,12 @@ def test_autocast_is_refused() -> None:
         model.hidden_states(ids, torch.arange(3)[None], None)
 
 
-def test_the_library_computes_the_same() -> None:
+def test_transformers_computes_the_same_up_to_rounding() -> None:
     model = backbone("qwen3", torch.float64)
     ids = torch.randint(0, VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model.model(ids, attention_mask=torch.ones_like(ids)).logits
-    torch.testing.assert_close(logits_by(model, ids, [9, 4, 17]), expected)
+    torch.testing.assert_close(feed_in_parts(model, ids, [9, 4, 17]), expected)
 
 
 CASES = [
@@ -121,7 +127,7 @@ def test_bfloat16_rows_get_the_probabilities_that_they_get_alone(name: str, atte
     assert [row.trace for row in together] == [row.trace for row in alone]
 
 
-def test_what_cannot_be_invariant_is_refused() -> None:
+def test_sizes_options_and_devices_that_cannot_be_invariant_are_refused() -> None:
     with pytest.raises(ValueError, match=r"batch_invariant: expected .* multiples of 32"):
         backbone("qwen3", torch.float32, intermediate_size=100)
     model = backbone("qwen3", torch.float32)
