@@ -230,8 +230,10 @@ def test_an_epoch_cut_short_is_resumed_in_the_next_one(tmp_path: Path) -> None:
         assert fit(tmp_path / str(step), checkpoint, limit_train_batches=4) == seen[step:]
 
 
-def test_overfitting_repeats_the_first_batches(tmp_path: Path) -> None:
+def test_overfitting_repeats_the_first_batches_also_when_resumed(tmp_path: Path) -> None:
     seen = fit(tmp_path, overfit_batches=2)
+    for step in (1, 2, 3):
+        assert fit(tmp_path / str(step), tmp_path / f"step={step}.ckpt", overfit_batches=2) == seen[step:]
     assert {str(ids) for _, ids in seen} == {
         str([f"train-{i}" for i in range(4)]),
         str([f"train-{i}" for i in range(4, 8)]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import lightning as L
@@ -138,13 +139,18 @@ class TrainingLoader(DataLoader[ResponseBatch]):
 
     def __iter__(self) -> Iterator[MicroBatch]:  # type: ignore[override]
         """Yield micro-batches; a step's micro-batches are all fetched before the first is yielded."""
-        self._num_yielded = 0
-        if isinstance(self.sampler, LengthGroupedBatches):  # it knows the epoch by now
-            epoch, num_seen = self._resumed or (None, 0)
-            # A checkpoint from the end of an epoch resumes at the beginning of the next epoch.
-            self.sampler.start = self._num_yielded = num_seen if epoch == self.sampler.epoch else 0
+        epoch, num_seen = self._resumed or (None, 0)
         self._resumed = None
-        for batch in group_into_steps(super().__iter__(), self._num_left_in_step):
+        # A checkpoint from the end of an epoch resumes at the beginning of the next epoch.
+        if isinstance(self.sampler, LengthGroupedBatches):  # it knows the epoch by now
+            num_seen = num_seen if epoch == self.sampler.epoch else 0
+            self.sampler.start = num_seen
+            batches = super().__iter__()
+        else:  # the same batches in all epochs, for overfit_batches
+            num_seen %= self.trainer.num_training_batches if self.trainer else 1
+            batches = islice(super().__iter__(), int(num_seen), None)
+        self._num_yielded = int(num_seen)
+        for batch in group_into_steps(batches, self._num_left_in_step):
             self._num_yielded += 1
             yield batch  # type: ignore[misc] - a micro-batch with its step, in place of the batch alone
 
