@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Timer
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from refusion_lit.checkpoints.files import newest_checkpoint
@@ -206,6 +207,35 @@ def _signal_in_step(number: signal.Signals, step: int) -> None:
         start_of_batch(self, *args)
 
     SlotDiffusionModule.on_train_batch_start = signalling
+
+
+def test_the_validation_after_max_time_does_not_count_for_early_stopping(
+    tmp_path: Path, fit_args: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlay = tmp_path / "stopping.yaml"
+    overlay.write_text(
+        "trainer: {max_time: '00:01:00:00', callbacks: [{class_path: lightning.pytorch.callbacks.EarlyStopping, "
+        "init_args: {monitor: val/loss, patience: 2, min_delta: 100}}, "
+        "{class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {save_last: true}}]}"
+    )
+    args = [*fit_args, f"--config={overlay}", "--trainer.val_check_interval=8", f"--runs_dir={tmp_path}"]
+    args += ["--trainer.accumulate_grad_batches=1"]
+    run = tmp_path / "quickstart" / "stopped"
+    assert main([*args, "--run_version=unbroken"]) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(Timer, "time_elapsed", lambda *_: 7200.0 * (run / "over").exists())
+        start_of_batch = SlotDiffusionModule.on_train_batch_start
+
+        def starting(self: SlotDiffusionModule, *args: Any) -> None:
+            if self.global_step == 9:  # validations follow steps 8 and 16
+                (run / "over").touch()
+            start_of_batch(self, *args)
+
+        patched.setattr(SlotDiffusionModule, "on_train_batch_start", starting)
+        assert main([*args, "--run_version=stopped"]) == 0
+    assert _rows(run)[-1] == ("9", True)
+    assert main(["fit", f"--resume={run}", "--trainer.max_time=00:10:00:00"]) == 0
+    assert _rows(run) == _rows(run.with_name("unbroken"))
 
 
 @pytest.mark.parametrize("validates", ["at intervals", "at the ends of epochs"])

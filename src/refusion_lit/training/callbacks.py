@@ -64,8 +64,8 @@ class ValidateLastStep(L.Callback):
 
     Lightning validates at intervals only: with ``val_check_interval: 500`` and ``max_steps: 700``, the weights that a
     test loads would never be validated. The additional validation does not count for early stopping, so that a longer
-    run that resumes from the last checkpoint stops where an unbroken run stops. There is none if ``limit_val_batches``
-    is 0.
+    run that resumes from the last checkpoint stops where an unbroken run stops. The same holds for the validation that
+    Lightning adds after ``max_time``. There is none if ``limit_val_batches`` is 0.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,12 @@ class ValidateLastStep(L.Callback):
             loop._should_check_val_fx = lambda data_fetcher: True  # noqa: ARG005 - shadows the method until the end
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Keep the state of early stopping."""
+        """Keep the state of early stopping if the validation is added, here or by Lightning after ``max_time``."""
+        data = trainer.fit_loop._data_fetcher
+        if trainer.should_stop and not self._is_added and data is not None:
+            trainer.should_stop = False
+            self._is_added = not trainer.fit_loop.epoch_loop._should_check_val_fx(data)
+            trainer.should_stop = True
         if self._is_added:
             self._patience = {callback: callback.state_dict() for callback in trainer.early_stopping_callbacks}
 
@@ -101,9 +106,8 @@ class ValidateLastStep(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Return to Lightning's intervals; a later fit of the trainer may be longer."""
-        if self._is_added:
-            del trainer.fit_loop.epoch_loop._should_check_val_fx
-            self._is_added = False
+        vars(trainer.fit_loop.epoch_loop).pop("_should_check_val_fx", None)
+        self._is_added = False
 
 
 def _has_validation_batches(trainer: L.Trainer) -> bool:
