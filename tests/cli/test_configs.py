@@ -261,3 +261,10 @@ def test_a_training_on_a_busy_machine_has_one_thread_unless_the_number_is_chosen
         cli = build_cli("--config", str(CONFIGS / "quickstart.yaml"), *options)
     assert torch.get_num_threads() == expected
     assert cli.config.fit.num_threads == (1 if expected == 1 else 2)  # what a resumed training reads
+
+
+def test_a_callback_whose_default_is_of_an_enum_is_written_to_the_config() -> None:
+    options = ["--trainer.callbacks+=Timer", "--trainer.callbacks.duration=00:01:00:00"]
+    cli = build_cli("--config", str(CONFIGS / "quickstart.yaml"), *options)
+    text = cli.parser.dump(cli.config, skip_none=False, skip_validation=True)
+    assert yaml.safe_load(text)["fit"]["trainer"]["callbacks"][-1]["init_args"]["interval"] == "step"

@@ -253,12 +253,20 @@ def test_a_logger_of_the_user_writes_beside_the_run_s_directory(
     config = Path(QUICKSTART).resolve()
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text("a: 1\n")  # a file of another program
-    logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs"]
-    assert main(["fit", "--config", str(config), *TINY, *logger, "--run_version=mine"]) == 0
+    logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs", "--trainer.logger.version=1"]
+    every = "--trainer.log_every_n_steps=1"
+    assert main(["fit", "--config", str(config), *TINY, *logger, every, "--run_version=mine"]) == 0
     assert "next: refusion-lit test --config runs/quickstart/mine/config.yaml" in capsys.readouterr().out
     for file in ("runs/quickstart/mine/checkpoints/last.ckpt", "runs/quickstart/mine/metrics.csv"):
         assert Path(file).is_file()
-    assert len(list(Path("logs").rglob("metrics.csv"))) == 1
+    [metrics] = Path("logs").rglob("metrics.csv")
+    assert main(["fit", "--resume=runs/quickstart/mine", "--trainer.max_steps=6"]) == 0
+    steps = [
+        [row.get("step") for row in csv.DictReader(text.splitlines())]
+        for text in (metrics.read_text(), Path("runs/quickstart/mine/metrics.csv").read_text())
+    ]
+    assert steps[0] == steps[1]
+    assert {*map(str, range(6))} <= {*steps[0]}
 
 
 def test_ckpt_path_last_is_the_last_checkpoint_of_the_named_version(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import lightning as L
 import torch
+import yaml
 from jsonargparse import Namespace
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, ProgressBar
@@ -45,6 +46,8 @@ from refusion_lit.utils.files import read_yaml, require_writable
 from refusion_lit.utils.require import require, require_at_least
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "tasks"]  # imported so that short class names resolve
+
+yaml.SafeDumper.add_multi_representer(str, yaml.SafeDumper.represent_str)  # texts of an enum, as Timer has in a default
 
 
 _DESCRIPTIONS = {
@@ -180,10 +183,10 @@ class RefusionCLI(LightningCLI):
         if self.claim is not None:
             config["default_root_dir"] = str(self.claim.directory)  # Lightning writes here without a logger
             if config["logger"] is not False:  # the run's loggers first: trainer.log_dir is the directory of the first
-                loggers = run_loggers.create_loggers(
-                    self.claim.directory, self._first_steps, writes=self.claim.lock is not None
+                others = _make_list(config["logger"]) if config["logger"] is not True else []
+                config["logger"] = run_loggers.create_loggers(
+                    self.claim.directory, self._first_steps, others, writes=self.claim.lock is not None
                 )
-                config["logger"] = [*loggers, *(_make_list(config["logger"]) if config["logger"] is not True else ())]
             else:  # Lightning refuses the monitor, which configs of the package have
                 monitors = _make_list(config["callbacks"])
                 config["callbacks"] = [item for item in monitors if not isinstance(item, LearningRateMonitor)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,20 +21,24 @@ from refusion_lit.utils.files import read_text, write_atomically
 METRICS = "metrics.csv"
 
 
-def create_loggers(directory: Path, first_steps: tuple[int, int], *, writes: bool) -> list[Logger]:
-    """Return a run's loggers: TensorBoard if installed, and ``metrics.csv``.
+def create_loggers(
+    directory: Path, first_steps: tuple[int, int], others: Sequence[Logger] = (), *, writes: bool
+) -> list[Logger]:
+    """Return a run's loggers: TensorBoard if installed, ``metrics.csv``, and the user's loggers.
 
     Args:
         directory: The run's directory.
         first_steps: The first step that the run logs, and the step of its first validation. ``metrics.csv`` keeps
-            the rows before these steps.
+            the rows before these steps, also that of a CSVLogger of the user.
+        others: The user's loggers.
         writes: Whether this process writes to the directory.
     """
     place = {"save_dir": directory.parent.parent, "name": directory.parent.name, "version": directory.name}
     losses = CSVLogger(**place, flush_logs_every_n_steps=1)  # so that a killed run leaves them
-    if writes:
-        losses._experiment = _MetricsWriter(losses.log_dir, first_steps)
-    return [*([_Events(**place)] if find_spec("tensorboard") else []), losses]
+    for logger in (losses, *others) if writes else ():
+        if type(logger) is CSVLogger:  # a subclass may have a writer of its own
+            logger._experiment = _MetricsWriter(logger.log_dir, first_steps)
+    return [*([_Events(**place)] if find_spec("tensorboard") else []), losses, *others]
 
 
 class _MetricsWriter(ExperimentWriter):
