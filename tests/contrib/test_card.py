@@ -21,7 +21,11 @@ TRAITS = ModelTraits(predictions=("mask_shifted", "next_token"))
 
 
 def slow_card(model: LanguageModel, prompt: tuple[int, ...], decoder: CARD, length: int) -> tuple[list[int], int]:
-    """Fill blocks of masks; every forward feeds the whole text and all masks of the block."""
+    """Fill blocks of masks; every forward pass feeds the whole text and all masks of the block.
+
+    Returns:
+        The response and the number of forward passes.
+    """
     text, num_forwards = list(prompt), 0
     special, eos = model.special_tokens, model.special_tokens.eos_token_ids
     while len(text) - len(prompt) < length and not set(eos) & set(text[len(prompt) :]):
@@ -54,7 +58,7 @@ def slow_card(model: LanguageModel, prompt: tuple[int, ...], decoder: CARD, leng
     threshold=st.sampled_from([0.0, 0.05, 0.1, 0.3, 1.0]),
     max_rounds=st.none() | st.integers(1, 4),
 )
-def test_the_text_is_that_of_a_loop_without_cache(
+def test_text_and_forward_passes_equal_a_loop_without_a_cache(
     case: LoopCase, block_size: int, threshold: float, max_rounds: int | None
 ) -> None:
     decoder = CARD(block_size=block_size, threshold=threshold, max_rounds=max_rounds)
@@ -78,7 +82,7 @@ def test_finished_blocks_are_computed_twice_and_the_block_up_to_its_last_mask() 
         model, CARD(block_size=4, threshold=0.0, max_rounds=None), [Prompt(token_ids=(5, 6, 7), id="0")],
         SamplingParams(max_new_tokens=12),
     ).rows[0]  # fmt: skip
-    # The prompt and three masks; then twice the finished block and three masks.
+    # First the prompt and three masks. Then, twice, the finished block of four tokens and three masks.
     assert (row.num_forwards, row.num_positions) == (3, 6 + 7 + 7)
 
 

@@ -1,4 +1,7 @@
-"""Set diffusion's objective: the law of its orders, and its rows against a slow reference."""
+"""Set diffusion's objective: the random orders in which it masks tokens, and its rows against a slow reference.
+
+A token has a random time, and tokens come in the order of falling times.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,14 @@ LENGTHS = [(3, 9), (1, 1), (0, 17), (8, 8), (5, 4), (2, 16)]
 
 
 def draw_times(uniform: torch.Tensor, set_size: int, reach: int) -> torch.Tensor:
+    """Return the times (row, token) of responses for uniform noise of the same shape."""
     number = uniform.shape[1]
     place = torch.arange(number).expand_as(uniform)
     return staggered_times(place, torch.full((len(uniform), 1), number), uniform, set_size, reach)
 
 
-def noise_shape(number: int, set_size: int, reach: int) -> tuple[float, float]:
-    """Return b and k, written out."""
+def compute_width_and_exponent(number: int, set_size: int, reach: int) -> tuple[float, float]:
+    """Return b and k of the paper's masking probability m(t) = 1 - (1 - (t - offset) / b)^k of a token."""
     area = set_size / (2 * number)
     if set_size in (1, reach):
         return 2 * area, 1.0
@@ -39,8 +43,8 @@ def noise_shape(number: int, set_size: int, reach: int) -> tuple[float, float]:
     ("number", "set_size", "reach"), [(40, 4, 8), (100, 8, 16), (30, 1, 2), (24, 24, 24), (50, 5, 5)]
 )
 def test_times_follow_the_masking_probability(number: int, set_size: int, reach: int) -> None:
-    """m(T(u)) = u with m(t) = 1 - (1 - (t - offset) / b)^k, whose area is d / (2 N)."""
-    width, k = noise_shape(number, set_size, reach)
+    """The times T(u) invert the masking probability: m(T(u)) = u. The area under m is d / (2 N)."""
+    width, k = compute_width_and_exponent(number, set_size, reach)
     assert width * k / (k + 1) == pytest.approx(set_size / (2 * number))
     uniform = torch.rand(50, number, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     times = draw_times(uniform, set_size, reach)
@@ -53,7 +57,7 @@ def test_times_follow_the_masking_probability(number: int, set_size: int, reach:
 
 
 def test_the_example_of_the_released_default() -> None:
-    width, k = noise_shape(1024, 4, 8)
+    width, k = compute_width_and_exponent(1024, 4, 8)
     assert (width, k) == pytest.approx((0.007759, 0.3364), abs=1e-4)
 
 
@@ -63,7 +67,7 @@ def test_tokens_swap_only_within_reach(set_size: int, reach: int) -> None:
     uniform = torch.rand(4000, number, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     times = draw_times(uniform, set_size, reach)
     swapped = torch.tensor([(times[:, : number - gap] < times[:, gap:]).double().mean() for gap in range(1, number)])
-    # With d = D the law reaches d (N - 1) / (N - d), a little more than d.
+    # If the set size d equals the reach, tokens may swap over d (N - 1) / (N - d) places, a little more than d.
     assert (swapped[reach:] == 0).all()
     assert (swapped[0] > 0.05) == (set_size > 1)
     assert set_size > 1 or (swapped == 0).all()

@@ -19,12 +19,19 @@ from support.slow_decoding import best_allowed
 
 
 def draw_groups(decoder: FirstHitting, length: int, *, seed: int = 0, id: str = "0") -> list[list[int]]:
+    """Return the places of a response in the groups that the decoder will fill, a group per forward pass."""
     sampling = SamplingParams(max_new_tokens=length, seed=seed)
     return decoder.begin(Prompt(token_ids=(3,), id=id), sampling, SPECIAL).groups
 
 
-def slow(model: LanguageModel, prompt: Prompt, groups: list[list[int]], length: int) -> tuple[list[int], int]:
-    """Decode groups with a forward over everything each: all clean tokens in the order of decoding, then masks."""
+def decode_slowly(model: LanguageModel, prompt: Prompt, groups: list[list[int]], length: int) -> tuple[list[int], int]:
+    """Decode groups of places without a cache.
+
+    A forward pass feeds all clean tokens, in the order in which they were decoded, and then the masks of a group.
+
+    Returns:
+        The response and the number of forward passes.
+    """
     decoded: dict[int, int] = {}
     special, start = model.special_tokens, len(prompt.token_ids)
     for number, group in enumerate(groups):
@@ -51,7 +58,7 @@ def slow(model: LanguageModel, prompt: Prompt, groups: list[list[int]], length: 
     num_steps=st.none() | st.integers(1, 9), share=st.sampled_from([0.0, 0.3, 0.75, 1.0]),
     length=st.integers(1, 17), size=st.integers(1, 3),
 )  # fmt: skip
-def test_the_text_is_that_of_a_loop_without_cache(
+def test_text_and_forward_passes_equal_a_loop_without_a_cache(
     seed: int,
     ends: frozenset[int],
     drawn_prompts: list[Prompt],
@@ -66,10 +73,10 @@ def test_the_text_is_that_of_a_loop_without_cache(
     for prompt, row in zip(drawn_prompts, rows, strict=True):
         groups = draw_groups(decoder, length, seed=seed, id=prompt.id)
         assert sorted(place for group in groups for place in group) == list(range(length))
-        assert (row.token_ids, row.num_forwards) == slow(other, prompt, groups, length)
+        assert (row.token_ids, row.num_forwards) == decode_slowly(other, prompt, groups, length)
 
 
-def test_without_a_diffusion_phase_each_token_costs_a_forward() -> None:
+def test_without_a_diffusion_phase_each_token_takes_a_forward_pass() -> None:
     model = HashModel(0, ends=frozenset(), end_bias=-99.0)
     decoder = FirstHitting(diffusion_share=0.0)
     row = decode(model, decoder, [Prompt(token_ids=(5, 6), id="0")], SamplingParams(max_new_tokens=12)).rows[0]
@@ -77,7 +84,8 @@ def test_without_a_diffusion_phase_each_token_costs_a_forward() -> None:
     assert (row.num_forwards, row.num_positions) == (12, 3 + 11 * 2)
 
 
-def test_the_first_group_is_as_large_as_the_binomial_law_says() -> None:
+def test_sizes_of_groups_follow_the_binomial_law() -> None:
+    """The first group has the mean of the binomial law; the share of tokens in groups is ``diffusion_share``."""
     length, num_steps, share = 40, 4, 0.6
     decoder = FirstHitting(num_steps=num_steps, diffusion_share=share)
     begun, after = share * 1e-3, share * (1 - (1 - 1e-3) * (1 - 1 / num_steps))

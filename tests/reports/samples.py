@@ -1,4 +1,4 @@
-"""Result files as ``test`` writes them, made by hand."""
+"""Functions that write result files like ``test``, with given scores and counts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ HOSTILE = "<script>alert(1)</script>&\"'$x_1$"
 def prediction(
     identity: str, score: float | None = 1.0, tokens: int = 10, forwards: int = 2, text: str = "answer"
 ) -> dict[str, Any]:
+    """Return a line of a file of predictions."""
     return {"id": identity, "prompt": text, "response": text, "response_ids": [], "reference": text, "score": score,
             "num_tokens": tokens, "num_forwards": forwards, "seconds": 0.1}  # fmt: skip
 
@@ -32,7 +33,14 @@ def write_run(
     mismatches: dict[str, list[str]] | None = None,
     options: dict[str, object] | None = None,
 ) -> Path:
-    """Write a run; ``decoders`` maps names to predictions, ``options`` are those of a sweep's point."""
+    """Write a run with a ``results.json``.
+
+    Args:
+        folder: The run's directory.
+        decoders: Predictions by name of the decoder.
+        mismatches: Reasons why the model does not fit a decoder, by name.
+        options: Options of the point, if the run belongs to a sweep.
+    """
     folder.mkdir(parents=True)
     results = {}
     for name, lines in decoders.items():

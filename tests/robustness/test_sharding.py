@@ -1,4 +1,6 @@
-"""Sharded weights: the same training as whole ones, checkpoints that load elsewhere, and nothing run from them."""
+"""Sharded weights: training equals training with whole weights, checkpoints load on any number of processes, and no
+code in a checkpoint is run.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ SMALL = [
     "--data.task.num_train=64", "--data.task.num_validation=3", "--data.task.num_test=3",
     "--model.schedule.warmup_steps=1", "--model.backbone.config.hidden_size=16",
     "--model.backbone.config.num_hidden_layers=2", "--trainer.enable_progress_bar=false",
-    "--num_threads=1", "--run_name=r",
+    "--num_threads=1", "--run_name=r", "--model.sampling.max_new_tokens=32",
 ]  # fmt: skip
 SHARDED = [
     "--trainer.strategy=lightning.pytorch.strategies.ModelParallelStrategy",
@@ -44,51 +46,74 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "r" / "fit" / "checkpoints" / "last.ckpt"
 
 
-def test_sharded_training_gives_the_weights_of_replicated_training(sharded: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def exported(sharded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint as a model with whole weights."""
+    output = tmp_path_factory.mktemp("exported") / "model"
+    assert main(["export", f"--ckpt_path={sharded}", f"--output={output}"]) == 0
+    return output
+
+
+@pytest.fixture(scope="module")
+def tested(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a ``test`` of the exported model on one process."""
+    folder = tmp_path_factory.mktemp("tested")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("refusion_lit.reports.plots._save", lambda *_: b"<svg/>")  # drawing is slow
+        assert main(["test", *SMALL, f"--ckpt_path={exported}", f"--runs_dir={folder}", "--run_version=v"]) == 0
+    return folder / "r" / "v"
+
+
+def _read_predictions(path: Path) -> list[str]:
+    """Return the lines of three predictions without their times."""
+    lines = [line.split('"seconds"')[0] for line in path.read_text().splitlines()]
+    assert len(lines) == 3
+    return lines
+
+
+def test_sharded_training_gives_the_weights_of_replicated_training(exported: Path, tmp_path: Path) -> None:
     two = ["--trainer.devices=2", "--trainer.strategy=ddp_fork"]
     assert main(["fit", *SMALL, *two, f"--runs_dir={tmp_path}", "--run_version=ddp"]) == 0
-    replicated = tmp_path / "r" / "ddp" / "checkpoints" / "last.ckpt"
-    weights = []
-    for name, checkpoint in (("a", sharded), ("b", replicated)):
-        assert main(["export", f"--ckpt_path={checkpoint}", f"--output={tmp_path / name}"]) == 0
-        weights.append(load_file(tmp_path / name / "model.safetensors"))
-    assert weights[0].keys() == weights[1].keys()
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-4, atol=1e-5, msg=name)
+    checkpoint = tmp_path / "r" / "ddp" / "checkpoints" / "last.ckpt"
+    assert main(["export", f"--ckpt_path={checkpoint}", f"--output={tmp_path / 'replicated'}"]) == 0
+    sharded, replicated = (load_file(path / "model.safetensors") for path in (exported, tmp_path / "replicated"))
+    assert sharded.keys() == replicated.keys()
+    for name, tensor in sharded.items():
+        torch.testing.assert_close(tensor, replicated[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_a_sharded_checkpoint_is_tested_on_another_number_of_processes(sharded: Path, tmp_path: Path) -> None:
-    args = ["test", *SMALL, f"--ckpt_path={sharded}", f"--runs_dir={tmp_path}"]
-    one = ["--trainer.devices=1", *SHARDED, "--trainer.strategy.data_parallel_size=1", "--run_version=one"]
+def test_a_sharded_checkpoint_is_tested_on_another_number_of_processes(
+    sharded: Path, tested: Path, tmp_path: Path
+) -> None:
+    """Two processes wrote the checkpoint; one process with sharded weights reads it."""
+    args = ["test", *SMALL, f"--ckpt_path={sharded}", f"--runs_dir={tmp_path}", "--run_version=one"]
+    one = ["--trainer.devices=1", *SHARDED, "--trainer.strategy.data_parallel_size=1"]
     log = tmp_path / "log"  # in a process of its own, as the strategy starts a process group
     assert wait(start([*args, *one], log)) == 0, log.read_text()
-    assert main(["export", f"--ckpt_path={sharded}", f"--output={tmp_path / 'out'}"]) == 0
-    exported = ["test", *SMALL, f"--ckpt_path={tmp_path / 'out'}", f"--runs_dir={tmp_path}", "--run_version=whole"]
-    assert main(exported) == 0
-    files = [(tmp_path / "r" / run / "predictions_refusion.jsonl").read_text() for run in ("one", "whole")]
-    texts = [[line.split('"seconds"')[0] for line in file.splitlines()] for file in files]
-    assert texts[0] == texts[1]
-    assert len(texts[0]) == 3
+    name = "predictions_refusion.jsonl"
+    assert _read_predictions(tmp_path / "r" / "one" / name) == _read_predictions(tested / name)
 
 
-@pytest.mark.parametrize(("command", "file"), [("predict", "predictions"), ("test", "predictions_refusion")])
+@pytest.mark.parametrize("command", ["predict", "test"])
 def test_two_processes_with_sharded_weights_decode_what_one_decodes(
-    sharded: Path, tmp_path: Path, command: str, file: str
+    sharded: Path, exported: Path, tested: Path, tmp_path: Path, command: str
 ) -> None:
     two = ["--trainer.devices=2", *SHARDED, "--trainer.strategy.data_parallel_size=2"]
     torchrun(command, *SMALL, *two, f"--ckpt_path={sharded}", f"--runs_dir={tmp_path}", "--run_version=two")
-    assert main(["export", f"--ckpt_path={sharded}", f"--output={tmp_path / 'out'}"]) == 0
-    whole = [command, *SMALL, f"--ckpt_path={tmp_path / 'out'}", f"--runs_dir={tmp_path}", "--run_version=whole"]
-    assert main(whole) == 0
-    files = [(tmp_path / "r" / run / f"{file}.jsonl").read_text() for run in ("two", "whole")]
-    texts = [[line.split('"seconds"')[0] for line in file.splitlines()] for file in files]
-    assert texts[0] == texts[1]
-    assert len(texts[0]) == 3
-    if command == "test":
-        scores = [json.loads((tmp_path / "r" / run / "results.json").read_text()) for run in ("two", "whole")]
-        figures = [score["results"]["refusion"] for score in scores]
-        for name in ("score", "num_prompts", "num_tokens", "num_forwards"):
-            assert figures[0][name] == figures[1][name], name
+    run = tmp_path / "r" / "two"
+    if command == "predict":
+        args = ["predict", *SMALL, f"--ckpt_path={exported}", f"--runs_dir={tmp_path}", "--run_version=whole"]
+        assert main(args) == 0
+        name = "predictions.jsonl"
+        assert _read_predictions(run / name) == _read_predictions(tmp_path / "r" / "whole" / name)
+        return
+    name = "predictions_refusion.jsonl"
+    assert _read_predictions(run / name) == _read_predictions(tested / name)
+    figures, expected = (
+        json.loads((path / "results.json").read_text())["results"]["refusion"] for path in (run, tested)
+    )
+    for name in ("score", "num_prompts", "num_tokens", "num_forwards"):
+        assert figures[name] == expected[name], name
 
 
 def test_the_wrong_strategy_is_refused_with_a_way_out(

@@ -168,13 +168,19 @@ def scramble(values: Tensor) -> Tensor:
 
 
 def hashed_uniform(keys: Tensor, size: int) -> Tensor:
-    """Return ``size`` float64 numbers in [0, 1) per key, in a new last dimension."""
+    """Return float64 numbers in [0, 1), a hash of the keys: ``size`` numbers per key, in a new last dimension."""
     numbers = scramble(scramble(keys)[..., None] + torch.arange(1, size + 1) * 0x9E3779B97F4A7C1)
     return (numbers & ((1 << 53) - 1)).double() * 2.0**-53
 
 
 class HashCache:
-    """Stores hashes as ``KVCache`` stores keys and values, and refuses wrong calls."""
+    """A cache of hashes in place of keys and values. It asserts that calls are correct, which ``KVCache`` does not.
+
+    Attributes:
+        positions: Positions of the stored tokens (row, entry).
+        is_written: Whether an entry was stored (row, entry).
+        values: Hashes (level, row, entry).
+    """
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows, self.capacity, self.num_bytes = num_rows, 1, 0
@@ -225,11 +231,12 @@ class HashCache:
 
 
 class HashModel(FakeModel):
-    """Model whose logits are a hash of the visible tokens and positions, and of the tokens visible to these.
+    """A model whose logits are a hash of all that a query sees, in two levels like the layers of a transformer.
 
-    With these two levels, cache entries depend on the tokens visible at their computation, as in a transformer. Sums of
-    integers have no rounding, so that equal inputs give exactly equal logits. A position has a favourite token, which
-    masks and clean tokens predict often, but not always, with any confidence.
+    The first level hashes the visible tokens and positions; the second level hashes the first level's states of visible
+    tokens. So a cache entry depends on the tokens that were visible when it was computed. Sums of integers have no
+    rounding: equal inputs give exactly equal logits. A position has a favourite token, which masks and clean tokens
+    predict often but not always, with varying confidence.
 
     Args:
         seed: Another seed gives another model.

@@ -25,19 +25,16 @@ def reference(name: str) -> dict[str, Any]:
 
 
 def with_batch_sizes(settings: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Return settings with batch sizes: all prompts of a setting at once, and for every third setting the first alone.
+    """Return settings with batch sizes: 16, which takes all prompts of a setting, and 1 for every third setting.
 
-    Contract tests check for every decoder that rows do not depend on their batch.
+    Batch size 1 for some settings is enough, because contract tests check that a batch changes no row.
     """
     cases = [setting if isinstance(setting, tuple) else (setting,) for setting in settings]
     return [(*case, 16) for case in cases] + [(*case, 1) for case in cases[::3]]
 
 
 def select_runs(name: str, setting: int, batch_size: int | None = None) -> list[dict[str, Any]]:
-    """Return a setting's reference runs; in batches of 1 only the first.
-
-    Contract tests check that rows do not depend on their batch, so one prompt alone is enough here.
-    """
+    """Return the reference runs of a setting; for a batch size of 1 only the first, which is enough (see above)."""
     runs = [run for run in reference(name)["runs"] if run["setting"] == setting]
     assert len(runs) >= 3
     return runs[:1] if batch_size == 1 else runs
@@ -48,8 +45,8 @@ def published_model(name: str, dtype: Any = "float32") -> TextModel:
     return refusion_lit.load(MODELS[name], dtype=dtype)
 
 
-class _Ended:
-    """A model with another EOS token."""
+class _WithEos:
+    """A wrapper of a model that replaces its EOS token."""
 
     def __init__(self, backbone: Any, eos_token_id: int) -> None:
         self._backbone = backbone
@@ -61,4 +58,4 @@ class _Ended:
 
 def end_at(backbone: Any, eos_token_id: int) -> Any:
     """Return a model whose responses end at the given token alone."""
-    return _Ended(backbone, eos_token_id)
+    return _WithEos(backbone, eos_token_id)

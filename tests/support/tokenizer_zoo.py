@@ -1,4 +1,4 @@
-"""Replicas of the tokenizers of well-known model families, small, with tiny models of random weights.
+"""Small tokenizers that behave like the tokenizers of well-known model families, and tiny random models for them.
 
 ``llama2`` has the form of SentencePiece: a space before every word, bytes for unknown characters, BOS. ``llama3`` is
 byte level with BOS, ``gpt2`` byte level with a BOS token that it does not add, ``qwen`` byte level without BOS token.
@@ -62,7 +62,7 @@ TEMPLATES = {
     ),
     "gemma": "{{ bos_token }}" + _template(_GEMMA_ROLE + _GEMMA_CONTENT, "<start_of_turn>model\n"),
 }
-"""Chat templates as the families have them. That of ``llama2`` needs no generation prompt."""
+"""The chat templates of the families. The template of ``llama2`` needs no generation prompt."""
 
 ZEPHYR = _template("{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}", "<|assistant|>\n")
 """The chat template of TinyLlama and Zephyr, which writes no BOS."""

@@ -1,3 +1,5 @@
+"""Files are replaced atomically, whatever happens during a write, and read with one kind of line end."""
+
 from __future__ import annotations
 
 import json
@@ -88,7 +90,7 @@ def test_the_new_file_is_complete_before_it_replaces_the_old_one(tmp_path: Path)
     assert path.read_text() == "new"
 
 
-def test_what_a_killed_process_left_is_overwritten(tmp_path: Path) -> None:
+def test_the_unfinished_file_of_a_killed_process_is_overwritten(tmp_path: Path) -> None:
     dying = (
         "import os, sys; from refusion_lit.utils.files import atomic_writer\n"
         "with atomic_writer(sys.argv[1]) as file: file.write(b'a long content'); file.flush(); os._exit(0)"
@@ -112,7 +114,7 @@ def test_permissions_follow_the_umask(tmp_path: Path) -> None:
 
 
 def test_an_empty_directory_that_exists_is_filled_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be somebody's working directory, or what a link leads to."""
+    """The directory is not replaced, because it may be a working directory or the target of a link."""
     (tmp_path / "here").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there")
     (tmp_path / "there").mkdir()

@@ -118,7 +118,7 @@ class Reference:
             if start > 0:
                 self.num_stored += 1
                 if self.decoder.shifted and self.text[start] is None:
-                    self.text[start] = self.probabilities_at(start - 1, start)[0]
+                    self.text[start] = self.predict(start - 1, start)[0]
             for first in range(start, start + size, span):
                 self.fill(range(first, first + span), start + size)
             if self.response is not None:
