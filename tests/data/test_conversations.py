@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -191,6 +192,10 @@ def test_a_template_that_writes_no_answer_after_the_prompt_is_refused(
     if is_refused:
         with pytest.raises(ValueError, match=r"example 7: chat_template: expected .*, got .*; "):
             encode_example(tokenizer, example)
+        if "tojson" in template:  # which renders calls, too
+            call = {"role": "assistant", "content": answer, "tool_calls": [{"function": {"name": "f"}}]}
+            with pytest.raises(ValueError, match=r"example 7: chat_template: expected .*, got .*; "):
+                encode_example(tokenizer, replace(example, answer=call))
         return
     encoded = encode_example(tokenizer, example)
     assert answer.strip() in tokenizer.decode(encoded.response_ids)

@@ -157,15 +157,16 @@ def _check_order(
         tools: Tool descriptions.
         opened: The rendered prompt.
     """
-    if opened != render_turns(tokenizer, guard, turns, "", tools, is_open=False):
-        return  # the template opens the assistant's turn
+
+    def render(shown: Sequence[Mapping[str, Any]]) -> str:
+        return render_turns(tokenizer, guard, shown, "", tools, is_open=False)
+
     probes = [*turns[:-1], {**turns[-1], "content": guard.probe}]
-    answered = [*probes, {"role": "assistant", "content": ""}]
     try:
-        ends = [
-            render_turns(tokenizer, guard, shown, "", tools, is_open=False).rpartition(guard.probe)[2]
-            for shown in (probes, answered)
-        ]
+        if opened != render(turns):
+            return  # the template opens the assistant's turn
+        answered = render([*probes, {"role": "assistant", "content": ""}])
+        ends = [rendered.rpartition(guard.probe)[2] for rendered in (render(probes), answered)]
     except ValueError:  # a template may refuse a turn without text
         return
     expected = "a chat template that writes an answer after the turns before it"
@@ -273,6 +274,7 @@ def _encode_answer(
     if text.startswith(opened):
         ids = _encode_rest(tokenizer, guard, text, opened, prompt_ids)
     else:  # The template writes earlier turns of the assistant without the opening.
+        _check_order(tokenizer, guard, turns, tools, opened)
         require(text.startswith(before), option, "a chat template that renders it after the earlier turns", answer, fix)
         ids = encode_parts(tokenizer, guard.split(text[len(before) :]), within=True)
     return ids if end is not None else [*ids, int(tokenizer.eos_token_id)]  # type: ignore[arg-type]
