@@ -1,3 +1,5 @@
+"""The noise of training and decoding: a function of its keys alone, uniform, and equal on all devices."""
+
 from __future__ import annotations
 
 import pytest

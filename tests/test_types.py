@@ -1,3 +1,5 @@
+"""The basic types: traits of a model, special tokens, and sampling options."""
+
 from __future__ import annotations
 
 import json

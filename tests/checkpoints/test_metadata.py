@@ -1,3 +1,5 @@
+"""The metadata in a checkpoint: it loads as data only, and damaged entries are named."""
+
 from __future__ import annotations
 
 import json

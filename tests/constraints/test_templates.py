@@ -1,3 +1,5 @@
+"""Templates of responses: texts with gaps such as ``{{3}}``, and holes of examples for infilling."""
+
 from __future__ import annotations
 
 from pathlib import Path

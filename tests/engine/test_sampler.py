@@ -1,3 +1,5 @@
+"""The sampler, which reads the logits of all requests of a call: results against a slow sampler, and its cost."""
+
 from __future__ import annotations
 
 import math

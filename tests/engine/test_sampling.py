@@ -1,3 +1,5 @@
+"""How a token is drawn from logits: filters, temperature, noise and rejection sampling."""
+
 from __future__ import annotations
 
 import math

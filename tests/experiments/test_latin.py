@@ -1,3 +1,5 @@
+"""The task Latin: squares to complete from clues, drawn uniformly."""
+
 from __future__ import annotations
 
 import re

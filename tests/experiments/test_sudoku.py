@@ -1,3 +1,5 @@
+"""The task Sudoku: puzzles of 4 x 4 cells with exactly one solution."""
+
 from __future__ import annotations
 
 import re

@@ -1,3 +1,5 @@
+"""The task Walk: the steps of a walk, determined by a known state and the directions."""
+
 from __future__ import annotations
 
 import re

@@ -1,3 +1,5 @@
+"""The KV cache: storage by row and index, growth, and compaction, against a full recomputation."""
+
 from __future__ import annotations
 
 import random

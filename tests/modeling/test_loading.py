@@ -1,3 +1,5 @@
+"""Building and loading backbones: weights, special tokens, data types, mask tokens that are added, and exports."""
+
 from __future__ import annotations
 
 import inspect

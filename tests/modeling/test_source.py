@@ -1,3 +1,5 @@
+"""Reading a model directory: each file once, and wrong configs are refused before weights are read."""
+
 from __future__ import annotations
 
 import json

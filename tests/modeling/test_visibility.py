@@ -1,3 +1,5 @@
+"""Visibility, which describes attention by ranges, against the matrix of query and key."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Digests of weights, by which a run notices other weights."""
+
 from __future__ import annotations
 
 import copy

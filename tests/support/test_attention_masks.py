@@ -1,3 +1,5 @@
+"""The attention masks that other tests compare with, against their definition."""
+
 from __future__ import annotations
 
 import torch

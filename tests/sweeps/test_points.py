@@ -1,3 +1,5 @@
+"""A sweep's points: combinations of options, their configs and their ids."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Running the points of a sweep with a fake command: results, failures, interruption and resumption."""
+
 from __future__ import annotations
 
 import csv

@@ -1,3 +1,5 @@
+"""The task Additions: lists of sums."""
+
 from __future__ import annotations
 
 import re

@@ -1,3 +1,5 @@
+"""The task Records: rows to sort and to write as JSON."""
+
 from __future__ import annotations
 
 import json

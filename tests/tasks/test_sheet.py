@@ -1,3 +1,5 @@
+"""The task Sheet: cells of sums and differences."""
+
 from __future__ import annotations
 
 import re

@@ -1,3 +1,5 @@
+"""Tasks for infilling: the examples of a generated task with a span of the response left out."""
+
 from __future__ import annotations
 
 import json

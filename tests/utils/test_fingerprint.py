@@ -1,3 +1,5 @@
+"""Fingerprints of settings and prompts, by which resuming notices a change."""
+
 from __future__ import annotations
 
 import subprocess

@@ -1,3 +1,5 @@
+"""Error messages name the option, the expected value, the given value and the fix."""
+
 from __future__ import annotations
 
 import math

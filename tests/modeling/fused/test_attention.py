@@ -1,3 +1,5 @@
+"""The attention of the fused body against attention of single tokens, for padded batches over a KV cache."""
+
 from __future__ import annotations
 
 import random

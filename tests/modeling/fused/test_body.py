@@ -1,3 +1,5 @@
+"""The fused body, our fast forward pass, gives the hidden states of transformers' modules."""
+
 from __future__ import annotations
 
 import copy
