@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.multiprocessing import ProcessRaisedException
@@ -15,7 +18,9 @@ from torch.multiprocessing import ProcessRaisedException
 from cli.conftest import QUICKSTART, REPOSITORY
 from refusion_lit.cli import main
 from refusion_lit.data.evaluation import EvaluationBatches
+from refusion_lit.training.module import SlotDiffusionModule
 from robustness.conftest import torchrun
+from support.forks import start, wait
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 OPTIONS = [
@@ -138,12 +143,39 @@ def test_a_training_in_forked_processes_names_its_checkpoint(
     assert any(str(run / "config.yaml") in line for line in lines if line.startswith("next: "))
 
 
+def test_a_signal_to_a_forked_process_stops_all_and_training_resumes(tmp_path: Path) -> None:
+    def signal_second_process() -> None:
+        start_of_batch = SlotDiffusionModule.on_train_batch_start
+
+        def signalling(self: SlotDiffusionModule, *args: Any) -> None:
+            if self.global_step == 1 and self.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            start_of_batch(self, *args)
+
+        SlotDiffusionModule.on_train_batch_start = signalling
+
+    small = ["--model.backbone.config.hidden_size=16", "--model.backbone.config.num_hidden_layers=1"]
+    data = ["--data.task.num_validation=4", "--data.task.num_train=16", "--data.batch_size=4"]
+    args = ["fit", *OPTIONS, *small, *data, "--trainer.max_steps=4", f"--runs_dir={tmp_path}", *TWO]
+    run = tmp_path / "quickstart" / "stopped"
+    stopped = start([*args, "--run_version=stopped"], tmp_path / "log", signal_second_process)
+    assert wait(stopped) == 128 + signal.SIGTERM
+    assert f"fit --resume {run}" in (tmp_path / "log").read_text()
+    path = run / "checkpoints" / "last.ckpt"
+    assert torch.load(path, weights_only=True)["global_step"] == 2
+    assert wait(start(["fit", f"--resume={run}"], tmp_path / "log")) == 0
+    assert wait(start([*args, "--run_version=unbroken"], tmp_path / "log")) == 0
+    resumed, unbroken = (
+        torch.load(tmp_path / "quickstart" / name / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+        for name in ("stopped", "unbroken")
+    )
+    assert all(torch.equal(resumed[name], unbroken[name]) for name in unbroken)
+
+
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError])
 def test_a_failing_process_ends_all_with_its_error(
     kind: type[Exception], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from refusion_lit.training.module import SlotDiffusionModule
-
     step = SlotDiffusionModule.test_step
 
     def fail(self: SlotDiffusionModule, batch: Any, batch_idx: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import signal
 import sys
 import warnings
 from argparse import ArgumentParser
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from torch.multiprocessing import ProcessRaisedException
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from refusion_lit.checkpoints.files import newest_checkpoint
 from refusion_lit.cli import run_directory
@@ -72,6 +73,11 @@ def run(command: str, args: list[str]) -> int:
         failed = False
         message = getattr(stopped, "message", "stopped by SIGTERM; finished work is on disk")
         return _fail(message + _how_to_resume(command, options), int(stopped.code or 143))
+    except ProcessExitedException as stopped:  # a forked process, by a signal or after one
+        failed = False
+        code = stopped.exit_code if stopped.exit_code > 0 else 128 - stopped.exit_code  # negative: killed by a signal
+        reason = f"stopped by {signal.Signals(code - 128).name}" if code > 128 else str(stopped)
+        return _fail(f"{reason}; finished work is on disk{_how_to_resume(command, options)}", code)
     except (MisconfigurationException, RuntimeError, ProcessRaisedException) as error:
         return _report_error(error)
     except SystemExit as stopped:

@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -259,7 +260,7 @@ class SaveOnSignal(_AfterSteps):
     requeued if Lightning would requeue it. Lightning's own handler saves in mid-step and into the working directory,
     where the next job of any run would resume from the file. A second signal ends the process at once. A validation
     that follows the step comes before the end. The resulting ``SystemExit`` has a ``message`` and the exit code that
-    shells use for the signal.
+    shells use for the signal; forked processes end with this exit code.
     """
 
     def __init__(self) -> None:
@@ -316,6 +317,11 @@ class SaveOnSignal(_AfterSteps):
             if self._signum == self._requeues and trainer.is_global_zero:
                 self._message += f"; {_requeue()}"
             trainer._signal_connector.received_sigterm = True  # ends the loop once this step is logged
+            if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+                # A forked process ends by Lightning's exception, without hooks. After exit code 0, the parent would
+                # wait for a result. The process that ends first makes the parent send SIGTERM to the others.
+                SIGTERMException.code = 128 + self._signum  # type: ignore[assignment] - of all its instances
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
         """Restore the previous handlers."""
