@@ -19,7 +19,7 @@ from rich.console import Console
 
 from refusion_lit.sweeps.launchers import Launcher, Local, Slurm
 from refusion_lit.sweeps.points import Point, Sweep, plan
-from refusion_lit.sweeps.running import TableRow, _input_states, list_points, run
+from refusion_lit.sweeps.running import TableRow, _input_states, list_points, locate_points, run
 from refusion_lit.utils.files import acquire_lock
 from sweeps.conftest import resolve
 
@@ -285,7 +285,7 @@ def test_each_point_that_ends_has_a_line(tmp_path: Path, command: list[str], jou
 def test_description_lists_points_with_their_commands(tmp_path: Path, command: list[str], journal: Path) -> None:
     _run(tmp_path, command, journal, grid={"x": [1]})
     points = plan(Sweep(options={"journal": str(journal)}, grid={"x": [1, 5]}), tmp_path, resolve)
-    text = list_points(tmp_path / "sweep", points, command)
+    text = list_points(locate_points(tmp_path / "sweep", points), command)
     assert f"[1/2] {points[0].id} (finished) x=1" in text
     assert f"[2/2] {points[1].id} (to run) x=5" in text
     assert f"test --config={tmp_path}/sweep/points/{points[1].id}/test.yaml" in text

@@ -17,7 +17,7 @@ import yaml
 from refusion_lit.cli.parser import OneLineParser
 from refusion_lit.sweeps.launchers import Launcher
 from refusion_lit.sweeps.points import Resolve, Sweep, plan
-from refusion_lit.sweeps.running import list_points
+from refusion_lit.sweeps.running import list_points, locate_points
 from refusion_lit.sweeps.running import run as run_sweep
 from refusion_lit.utils.files import read_yaml
 from refusion_lit.utils.require import require
@@ -49,8 +49,7 @@ def run(args: list[str]) -> int:
     sweep = read_sweep(file).override(overrides)
     directory = Path(options.directory or sweep.directory or f"runs/sweep_{file.resolve().parent.name}").resolve()
     if options.dry_run:
-        points = plan(sweep, file.parent.resolve(), make_resolver())
-        print(list_points(directory, points))
+        print(list_points(locate_points(directory, plan(sweep, file.parent.resolve(), make_resolver()))))
         print("dry run: the sweep writes these configs when it runs")
         return 0
     again = shlex.join([*args, *([] if "--resume" in args else ["--resume"])])

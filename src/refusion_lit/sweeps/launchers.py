@@ -28,7 +28,7 @@ LOG = "log.txt"
 LOCK = "lock"
 
 _PROGRAM = "import sys; from refusion_lit.sweeps.launchers import run_point; sys.exit(not run_point(*sys.argv[1:]))"
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.5
 _GRACE_SECONDS = 5.0
 """Time between SIGTERM and SIGKILL when a running point is stopped."""
 
@@ -40,12 +40,11 @@ class Launcher(ABC):
     """Runs points in separate processes."""
 
     @abstractmethod
-    def launch(self, folders: Sequence[Path]) -> Generator[tuple[Path, str] | None]:
+    def launch(self, folders: Sequence[Path]) -> Generator[dict[Path, str]]:
         """Run the points in some directories; closing the generator stops all running points.
 
         Yields:
-            A point's directory, and how its process or job ended, in words. ``None`` several times a second while
-            points run.
+            Several times a second, the directories of points that have ended since, with the end in words.
         """
 
     def check(self) -> None:  # noqa: B027 - optional
@@ -66,7 +65,7 @@ class Local(Launcher):
     def __post_init__(self) -> None:
         require_at_least("num_workers", self.num_workers, 1)
 
-    def launch(self, folders: Sequence[Path]) -> Generator[tuple[Path, str] | None]:
+    def launch(self, folders: Sequence[Path]) -> Generator[dict[Path, str]]:
         """See :meth:`Launcher.launch`."""
         num_concurrent = min(self.num_workers, len(folders))
         waiting = list(reversed(folders))
@@ -78,11 +77,10 @@ class Local(Launcher):
                     program = [sys.executable, "-c", _PROGRAM, str(folder), str(num_concurrent)]
                     # A session makes a process group, which can be stopped with everything that the point starts.
                     running[folder] = subprocess.Popen(program, stdin=subprocess.DEVNULL, start_new_session=True)
-                for folder in [folder for folder, process in running.items() if process.poll() is not None]:
-                    process = running.pop(folder)
-                    _signal_group(process, signal.SIGKILL)  # subprocesses may outlive the point
-                    yield folder, f"its process ended with exit code {process.returncode}"
-                yield None
+                ended = [folder for folder, process in running.items() if process.poll() is not None]
+                for folder in ended:
+                    _signal_group(running[folder], signal.SIGKILL)  # subprocesses may outlive the point
+                yield {folder: f"its process ended with exit code {running.pop(folder).returncode}" for folder in ended}
                 time.sleep(_POLL_SECONDS)
         finally:
             for signal_number in (signal.SIGTERM, signal.SIGKILL):
@@ -132,7 +130,7 @@ class Slurm(Launcher):
         if self.cluster == "slurm" and submitit.SlurmExecutor.affinity() < 0:
             raise ValueError("launcher: expected a machine of a SLURM cluster, got one without srun; use Local.")
 
-    def launch(self, folders: Sequence[Path]) -> Generator[tuple[Path, str] | None]:
+    def launch(self, folders: Sequence[Path]) -> Generator[dict[Path, str]]:
         """See :meth:`Launcher.launch`."""
         if not folders:
             return
@@ -146,9 +144,8 @@ class Slurm(Launcher):
         running = dict(zip(folders, jobs, strict=True))
         try:
             while running:
-                for folder in [folder for folder, job in running.items() if job.done()]:
-                    yield folder, _describe_end(running.pop(folder))
-                yield None
+                ended = [folder for folder, job in running.items() if job.done()]
+                yield {folder: _describe_end(running.pop(folder)) for folder in ended}
                 time.sleep(_POLL_SECONDS)
         finally:
             for job in running.values():

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from refusion_lit.utils.require import require
 from refusion_lit.utils.rows import format_csv
 
 TableRow = dict[str, Any]
-_LOOK_SECONDS = 1.0
 COMMAND = (sys.executable, "-m", "refusion_lit.cli")
 _WEIGHTS = {".ckpt", ".safetensors", ".bin", ".pt", ".distcp"}
 """Suffixes of weight files. Other files beside them, such as a report or a model card, change no result."""
@@ -82,16 +81,14 @@ def run(
     )
     if sweep.description:
         _print_line(console, sweep.description)
-    points = plan(sweep, Path(relative_to).resolve(), resolve)
+    points = locate_points(directory, plan(sweep, Path(relative_to).resolve(), resolve))
     lock = acquire_lock(directory / LOCK, "directory", f"other sweep in {directory}", "wait for it to end")
     try:
-        names = [point.id for point in points]
+        names = [point.id for point in points.values()]
         write_json_atomically(directory / "sweep.json", {"swept": sweep.option_names, "points": names})
-        unfinished = {
-            _point_directory(directory, point): point for point in points if not is_finished(directory, point)
-        }
+        unfinished = {folder: point for folder, point in points.items() if not is_finished(folder, point)}
         for folder, point in unfinished.items():
-            _prepare(folder, point, commands(directory, point, command))
+            _prepare(folder, point, commands(folder, point, command))
         outcomes = [path for path in (directory / "points").glob(f"*/{OUTCOME}") if path.parent.name not in names]
         if outcomes:
             text = f"{len(outcomes)} points of other options stay in {directory / 'points'}, but not in the table"
@@ -103,29 +100,32 @@ def run(
             if sweep.latency is not None:
                 from refusion_lit.sweeps.latency import measure_points
 
-                finished = {
-                    _point_directory(directory, point): point for point in points if is_finished(directory, point)
-                }
+                finished = {folder: point for folder, point in points.items() if is_finished(folder, point)}
                 with _Bar(console, "speeds, one decoder at a time") as bar:
                     measure_points(finished, sweep.latency, bar.show)
         finally:  # write the table of the finished points even if interrupted
-            rows = collect_rows(directory, points, sweep.option_names)
+            rows = collect_rows(points, sweep.option_names)
             write_atomically(directory / "results.csv", format_csv(rows))
     finally:
         lock.release()
     return rows
 
 
-def is_finished(directory: Path, point: Point) -> bool:
+def locate_points(directory: Path, points: Sequence[Point]) -> dict[Path, Point]:
+    """Return the points of a sweep by their directories."""
+    return {directory / "points" / point.id: point for point in points}
+
+
+def is_finished(folder: Path, point: Point) -> bool:
     """Return whether a point has readable results, and the files that it read are unchanged or missing."""
-    folder = _point_directory(directory, point)
     is_current = _input_states(point).items() <= read_object(folder / POINT).get("inputs", {}).items()
-    is_finished = is_current and read_object(folder / OUTCOME).get("status") == "finished"
-    return is_finished and bool(_read_point_results(folder))
+    return is_current and bool(_read_point_results(folder))
 
 
 def _read_point_results(folder: Path) -> dict[str, Any]:
-    """Return the content of a point's ``results.json``; an empty mapping if the file is missing or damaged."""
+    """Return the ``results.json`` of a finished point; an empty mapping if the file is missing or damaged."""
+    if read_object(folder / OUTCOME).get("status") != "finished":
+        return {}
     try:
         return read_results(folder / "test" / RESULTS) or {}
     except ValueError:
@@ -151,35 +151,26 @@ def _list_named_files(values: object) -> set[Path]:
     return set().union(*map(_list_named_files, children))
 
 
-def commands(directory: Path, point: Point, command: Sequence[str] = COMMAND) -> dict[str, list[str]]:
-    """Return a point's command lines by subcommand."""
-    folder = _point_directory(directory, point)
-    return {
-        subcommand: [
-            *command,
-            subcommand,
-            f"--config={folder / subcommand}.yaml",
-            f"--runs_dir={folder.parent}",
-            f"--run_name={point.id}",
-            f"--run_version={subcommand}",
-            *(["--ckpt_path=last"] if subcommand == "test" and "fit" in point.configs else []),
-        ]
-        for subcommand in point.configs
+def commands(folder: Path, point: Point, command: Sequence[str] = COMMAND) -> dict[str, list[str]]:
+    """Return the command lines of the point in a directory by subcommand."""
+    place = [f"--runs_dir={folder.parent}", f"--run_name={folder.name}"]
+    lines = {
+        name: [*command, name, f"--config={folder / name}.yaml", *place, f"--run_version={name}"]
+        for name in point.configs
     }
+    if "fit" in lines:
+        lines["test"].append("--ckpt_path=last")
+    return lines
 
 
-def list_points(directory: Path, points: Sequence[Point], command: Sequence[str] = COMMAND) -> str:
-    """List the points with their states and command lines."""
+def list_points(points: Mapping[Path, Point], command: Sequence[str] = COMMAND) -> str:
+    """List points with their states and command lines."""
     lines = []
-    for number, point in enumerate(points, start=1):
-        state = "finished" if is_finished(directory, point) else "to run"
+    for number, (folder, point) in enumerate(points.items(), start=1):
+        state = "finished" if is_finished(folder, point) else "to run"
         lines.append(f"[{number}/{len(points)}] {point.id} ({state}) {point.label}")
-        lines += [f"    {shlex.join(arguments)}" for arguments in commands(directory, point, command).values()]
+        lines += [f"    {shlex.join(arguments)}" for arguments in commands(folder, point, command).values()]
     return "\n".join(lines)
-
-
-def _point_directory(directory: Path, point: Point) -> Path:
-    return directory / "points" / point.id
 
 
 def _prepare(folder: Path, point: Point, command_lines: dict[str, list[str]]) -> None:
@@ -217,13 +208,11 @@ class _Bar(Progress):
 
 def _launch(launcher: Launcher, points: dict[Path, Point], console: Console) -> None:
     """Run points; print a line when a point ends, and show how far the points are."""
-    last_look = time.monotonic()
     num_ended = 0
-    with _Bar(console, "points") as bar, closing(launcher.launch(list(points))) as ends:
-        for ended in ends:
-            if ended is not None:
+    with _Bar(console, "points") as bar, closing(launcher.launch(list(points))) as polls:
+        for ends in polls:
+            for folder, end in ends.items():
                 num_ended += 1
-                folder, end = ended
                 outcome = read_object(folder / OUTCOME)
                 if not outcome:
                     error = f"{end}, without a result\n{tail(folder / LOG)}".strip()
@@ -231,10 +220,7 @@ def _launch(launcher: Launcher, points: dict[Path, Point], console: Console) -> 
                     write_json_atomically(folder / OUTCOME, outcome)
                 duration = "" if outcome["seconds"] is None else f" in {outcome['seconds']:.1f} s"
                 line = f"[{num_ended}/{len(points)}] {outcome['status']}{duration}: {points[folder].label}"
-                _print_line(console, "\n".join([line, *filter(None, [outcome.get("error")])]))
-            elif time.monotonic() < last_look + _LOOK_SECONDS:
-                continue
-            last_look = time.monotonic()
+                _print_line(console, f"{line}\n{outcome['error']}" if outcome["error"] else line)
             bar.show(sum(_share_done(folder, point) for folder, point in points.items()), len(points))
 
 
@@ -255,12 +241,11 @@ def _print_line(console: Console, line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def collect_rows(directory: Path, points: Sequence[Point], option_names: Sequence[str]) -> list[TableRow]:
+def collect_rows(points: Mapping[Path, Point], option_names: Sequence[str]) -> list[TableRow]:
     """Return table rows: a point, its status and options, and a decoder's figures.
 
     Args:
-        directory: The sweep's directory.
-        points: The sweep's points. A point without an outcome has the status ``pending``.
+        points: The sweep's points by directory. A point without an outcome has the status ``pending``.
         option_names: The varying options, which are columns.
 
     Returns:
@@ -270,19 +255,17 @@ def collect_rows(directory: Path, points: Sequence[Point], option_names: Sequenc
         All figures are ``None`` for an unfinished point.
     """
     rows = []
-    for point in points:
-        folder = _point_directory(directory, point)
-        outcome = {"status": "pending", **read_object(folder / OUTCOME)}
+    for folder, point in points.items():
+        outcome, results = read_object(folder / OUTCOME), _read_point_results(folder)
         common = {
             "point": point.id,
-            "status": outcome["status"],
+            "status": outcome.get("status", "pending"),
             "seed": point.seed,
             "point_seconds": outcome.get("seconds"),
             "folder": str(folder),
             "error": outcome.get("error"),
             **{name: point.options.get(name) for name in option_names},
         }
-        results = _read_point_results(folder) if outcome["status"] == "finished" else {}
         for decoder, figures in results.get("results", {None: {}}).items():
             about = {"decoder": decoder, "class": get_nested(results, f"decoders.{decoder}.class"), "mismatch": None}
             if figures:
