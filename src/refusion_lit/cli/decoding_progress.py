@@ -72,7 +72,9 @@ class DecodingProgress(Progress):
             TextColumn("{task.fields[text]}", markup=False),
             TimeRemainingColumn(),
         )
-        super().__init__(*columns, console=console, transient=True, disable=not console.is_interactive)
+        # Speeds and times left are those of the whole run, not of the last 30 seconds.
+        options = {"transient": True, "disable": not console.is_interactive, "speed_estimate_period": float("inf")}
+        super().__init__(*columns, console=console, **options)
         self.paces: dict[str, Pace] = {}
 
     def watch(self, name: str, total: int, finished: int = 0) -> GenerationCallback:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +10,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
-from rich.progress import TaskID
+from rich.progress import Task, TaskID
 
 from refusion_lit.cli.decoding_progress import DecodingProgress
 from refusion_lit.decoding import GenerationCallback
@@ -26,7 +25,6 @@ class TrainerProgress(ProgressBar):
 
     def __init__(self) -> None:
         super().__init__()
-        self._start_time, self._start_step = 0.0, 0
         self._validated_step: int | None = None
         self.enable()
 
@@ -49,18 +47,17 @@ class TrainerProgress(ProgressBar):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the size of the model and show the bar of the steps."""
-        self._start_time, self._start_step = time.monotonic(), trainer.global_step
         trained = sum(p.numel() for p in pl_module.parameters() if p.requires_grad)
         size = sum(p.numel() for p in pl_module.parameters())
         self.print(
             f"training {size:,} parameters" if trained == size else f"training {trained:,} of {size:,} parameters"
         )
-        self._steps = self._add("training", trainer.estimated_stepping_batches, trainer.global_step)
+        self._add("training", trainer.estimated_stepping_batches, trainer.global_step)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:  # noqa: ANN401 - Lightning's arguments
         """Move the bar of the steps."""
-        text = ", ".join(filter(None, (_losses(trainer), self._pace(trainer))))
-        self._bars.update(self._steps, completed=trainer.global_step, text=text)
+        text = ", ".join(filter(None, (_losses(trainer), _pace(self._steps))))
+        self._bars.update(self._steps.id, completed=trainer.global_step, text=text)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Show the bar of the validation's batches."""
@@ -78,18 +75,20 @@ class TrainerProgress(ProgressBar):
             self._stop()
         elif not trainer.sanity_checking:
             self._validated_step = trainer.global_step
-            total = trainer.estimated_stepping_batches
-            step, time_left = f"{trainer.global_step}", ""
-            if math.isfinite(total):
-                step, time_left = f"{step}/{int(total)}", self._time_left(trainer, total)
-            self.print(f"step {step}: {', '.join(filter(None, (_losses(trainer), self._pace(trainer), time_left)))}")
+            total, seconds_left = self._steps.total, self._steps.time_remaining
+            step = f"{trainer.global_step}" if total is None else f"{trainer.global_step}/{total:.0f}"
+            time_left = "" if seconds_left is None else f"{timedelta(seconds=seconds_left)} left"
+            self.print(f"step {step}: {', '.join(filter(None, (_losses(trainer), _pace(self._steps), time_left)))}")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Remove the bars, and print the last losses. A validation loss of an earlier step names the step."""
+        line = f"trained to step {trainer.global_step} in {timedelta(seconds=round(self._steps.elapsed or 0))}"
         self._stop()
-        seconds = time.monotonic() - self._start_time
-        line = f"trained to step {trainer.global_step} in {timedelta(seconds=round(seconds))}"
         self.print(": ".join(filter(None, (line, _losses(trainer, self._validated_step)))))
+
+    @property
+    def _steps(self) -> Task:
+        return self._bars.tasks[0]
 
     def _add(self, name: str, total: float, completed: int = 0) -> TaskID:
         self._bars.start()
@@ -102,14 +101,9 @@ class TrainerProgress(ProgressBar):
 
     on_test_epoch_end = on_predict_end = on_exception = _stop
 
-    def _seconds_per_step(self, trainer: L.Trainer) -> float:
-        return (time.monotonic() - self._start_time) / max(trainer.global_step - self._start_step, 1)
 
-    def _pace(self, trainer: L.Trainer) -> str:
-        return f"{1 / self._seconds_per_step(trainer):.2f} steps/s" if trainer.global_step > self._start_step else ""
-
-    def _time_left(self, trainer: L.Trainer, total: float) -> str:
-        return f"{timedelta(seconds=round(self._seconds_per_step(trainer) * (total - trainer.global_step)))} left"
+def _pace(steps: Task) -> str:
+    return f"{steps.speed:.2f} steps/s" if steps.speed else ""
 
 
 def _losses(trainer: L.Trainer, validated_step: int | None = None) -> str:
