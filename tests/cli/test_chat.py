@@ -40,6 +40,20 @@ def make_chat(template: str | None, *args: str) -> Chat:
     )
 
 
+def record_prompts(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which the chat adds every prompt that it encodes, as text without spaces."""
+    prompts: list[str] = []
+    encode = chat.model.encode
+
+    def record(*args: Any) -> list[int]:
+        ids = encode(*args)
+        prompts.append(chat.model.tokenizer.decode(ids).replace(" ", ""))
+        return ids
+
+    monkeypatch.setattr(chat.model, "encode", record)
+    return prompts
+
+
 def test_an_interrupt_at_the_prompt_leaves_and_help_explains_the_order(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,31 +106,27 @@ def test_a_system_message_needs_a_chat_template(
 
 def test_the_model_sees_what_was_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = make_chat(TEMPLATE, "--system=1")
-    prompts: list[list[int]] = []
-    encode = chat.model.encode
-    monkeypatch.setattr(chat.model, "encode", lambda *args: prompts.append(encode(*args)) or prompts[-1])
+    prompts = record_prompts(chat, monkeypatch)
     first = chat.ask("12+34")
     second = chat.ask("5+6")
-    decoded = [chat.model.tokenizer.decode(ids).replace(" ", "") for ids in prompts]
-    assert decoded == ["1;12+34>", f"1;12+34>{first};5+6>".replace(" ", "")]
+    assert prompts == ["1;12+34>", f"1;12+34>{first};5+6>".replace(" ", "")]
     assert chat.turns == [("12+34", first), ("5+6", second)]
     chat.take("/reset")
     chat.ask("7")
-    assert chat.model.tokenizer.decode(prompts[-1]).replace(" ", "") == "1;7>"
+    assert prompts[-1] == "1;7>"
 
 
 def test_the_oldest_turns_are_left_out_with_a_note_when_the_context_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     chat = make_chat(TEMPLATE, "--system=1")
     file = io.StringIO()
     chat.console = Console(file=file, width=200)
+    # A character is a token. With the question, three turns have 594 tokens, and the last two turns have 392. The
+    # context has 512, of which the answer may take 16.
     chat.turns = [("2" * 100, "3" * 100), ("4" * 100, "5" * 100), ("6" * 90, "7" * 90)]
-    prompts: list[list[int]] = []
-    encode = chat.model.encode
-    monkeypatch.setattr(chat.model, "encode", lambda *args: prompts.append(encode(*args)) or prompts[-1])
+    prompts = record_prompts(chat, monkeypatch)
     chat.ask("12+34")
     assert "1 earlier turns are left out: the context is full" in file.getvalue()
-    shown = chat.model.tokenizer.decode(prompts[-1]).replace(" ", "")
-    assert shown == f"1;{'4' * 100}>{'5' * 100};{'6' * 90}>{'7' * 90};12+34>"
+    assert prompts[-1] == f"1;{'4' * 100}>{'5' * 100};{'6' * 90}>{'7' * 90};12+34>"
     assert len(chat.turns) == 4
     chat.take("/reset")
     chat.ask("1+2")

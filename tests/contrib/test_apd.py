@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from torch import Tensor
 from refusion_lit.contrib import APD
 from refusion_lit.contrib.apd import PairedModel
 from refusion_lit.decoding import Autoregressive, decode
+from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 from support.decoder_cases import traits_for
@@ -114,16 +117,20 @@ def test_with_weight_0_sampling_repeats_and_accepts_some_drafts() -> None:
 def test_the_fused_bodies_of_both_models_are_made_once_per_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     masked = tiny_backbone(ModelTraits(attention="bidirectional", predictions=("mask",)))
     verifier = tiny_backbone(CAUSAL)
-    made = []
-    original = type(masked).make_fused_body
-    monkeypatch.setattr(type(masked), "make_fused_body", lambda self: made.append(self) or original(self))
     pair = PairedModel(masked, verifier)
-    made.clear()
+    owners: list[Backbone] = []
+    make = Backbone.make_fused_body
+
+    def record(self: Backbone) -> Any:
+        owners.append(self)
+        return make(self)
+
+    monkeypatch.setattr(Backbone, "make_fused_body", record)
     batch = [Prompt(token_ids=(3, 4, 5), id="a")]
     decoder = APD(mixture_weight=0.5)
     (row,) = decode(pair, decoder, batch, SamplingParams(max_new_tokens=8)).rows
     assert row.num_forwards > 2
-    assert made == [masked, verifier]
+    assert owners == [masked, verifier]
 
 
 def test_models_that_do_not_go_together_are_refused() -> None:

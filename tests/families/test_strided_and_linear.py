@@ -180,6 +180,16 @@ def test_a_drawn_drafts_confidence_is_its_probability_after_the_filters() -> Non
     assert one_forward.num_forwards == thorough.num_forwards
 
 
+def test_the_adapter_for_drafts_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    """The text is the same without the adapter: linear self-speculation accepts what the model itself would write."""
+    path = tmp_path / "nemotron"
+    shutil.copytree(MODELS["nld-tiny"], path)
+    (path / "linear_spec_lora").mkdir()
+    (path / "linear_spec_lora" / "adapter_config.json").write_text("{}")
+    with pytest.warns(UserWarning, match="linear_spec_lora"):
+        refusion_lit.load(path)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 3])
 def test_short_responses(num_tokens: int) -> None:
     sampling = SamplingParams(max_new_tokens=num_tokens)

@@ -1,4 +1,7 @@
-"""Damaged checkpoints of the families of 2026 are refused in one line, before weights are read where possible."""
+"""Checkpoints of the families of 2026 that are damaged, and inputs and options that do not fit them, are refused.
+
+The refusal is one line, and comes before weights are read where possible.
+"""
 
 from __future__ import annotations
 
@@ -340,15 +343,6 @@ def test_weights_for_images_are_refused_or_skipped_with_a_notice(
     weights = load_file(path / "model.safetensors")
     save_file({**weights, "vision_tower.weight": torch.zeros(2)}, path / "model.safetensors", {"format": "pt"})
     assert "vision_tower.weight" in refusal(path, capfd)
-
-
-def test_an_adapter_for_drafting_is_left_out_with_a_warning(tmp_path: Path) -> None:
-    """Linear self-speculation accepts what the model itself would write, so the text is the same without it."""
-    path = copy_model("nld-tiny", tmp_path)
-    (path / "linear_spec_lora").mkdir()
-    (path / "linear_spec_lora" / "adapter_config.json").write_text("{}")
-    with pytest.warns(UserWarning, match="linear_spec_lora"):
-        refusion_lit.load(path)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {}}'])

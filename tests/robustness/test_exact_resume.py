@@ -1,4 +1,7 @@
-"""A training that is killed at any moment and resumed ends bit for bit where one that was not killed ends."""
+"""A training that is killed at any moment and resumed ends bit for bit like a training that was not killed.
+
+Signals and full disks end a training with one line, and leave checkpoints to resume from.
+"""
 
 from __future__ import annotations
 
@@ -201,12 +204,12 @@ def _signal_in_step(number: signal.Signals, step: int) -> None:
     """Let the process send itself a signal at the beginning of a step."""
     start_of_batch = SlotDiffusionModule.on_train_batch_start
 
-    def signalling(self: SlotDiffusionModule, *args: Any) -> None:
+    def send_and_start(self: SlotDiffusionModule, *args: Any) -> None:
         if self.global_step == step:
             os.kill(os.getpid(), number)
         start_of_batch(self, *args)
 
-    SlotDiffusionModule.on_train_batch_start = signalling
+    SlotDiffusionModule.on_train_batch_start = send_and_start
 
 
 def test_the_validation_after_max_time_does_not_count_for_early_stopping(
@@ -226,12 +229,12 @@ def test_the_validation_after_max_time_does_not_count_for_early_stopping(
         patched.setattr(Timer, "time_elapsed", lambda *_: 7200.0 * (run / "over").exists())
         start_of_batch = SlotDiffusionModule.on_train_batch_start
 
-        def starting(self: SlotDiffusionModule, *args: Any) -> None:
+        def expire_and_start(self: SlotDiffusionModule, *args: Any) -> None:
             if self.global_step == 9:  # validations follow steps 8 and 16
                 (run / "over").touch()
             start_of_batch(self, *args)
 
-        patched.setattr(SlotDiffusionModule, "on_train_batch_start", starting)
+        patched.setattr(SlotDiffusionModule, "on_train_batch_start", expire_and_start)
         assert main([*args, "--run_version=stopped"]) == 0
     assert _rows(run)[-1] == ("9", True)
     assert main(["fit", f"--resume={run}", "--trainer.max_time=00:10:00:00"]) == 0
@@ -257,9 +260,9 @@ def test_a_stop_beside_a_validation_counts_the_validation_once(
 
     assert main([*args, "--run_version=unbroken"]) == 0
     run = tmp_path / "quickstart" / "stopped"
-    terminated, killed = partial(_signal_in_step, signal.SIGTERM, 3), partial(_signal_in_step, signal.SIGKILL, 7)
-    assert wait(start([*args, "--run_version=stopped"], tmp_path / "log", terminated)) == 128 + signal.SIGTERM
-    assert wait(start(["fit", f"--resume={run}"], tmp_path / "log", killed)) == -signal.SIGKILL
+    terminate, kill = partial(_signal_in_step, signal.SIGTERM, 3), partial(_signal_in_step, signal.SIGKILL, 7)
+    assert wait(start([*args, "--run_version=stopped"], tmp_path / "log", terminate)) == 128 + signal.SIGTERM
+    assert wait(start(["fit", f"--resume={run}"], tmp_path / "log", kill)) == -signal.SIGKILL
     assert main(["fit", f"--resume={run}"]) == 0
     assert _rows(run) == _rows(run.with_name("unbroken"))
     for name in ("best", "last"):
@@ -380,8 +383,8 @@ def test_a_signal_in_the_step_that_ends_training_ends_it_as_usual(
         args += [] if ends == "early stopping" else ["--data.task.num_train=24"]  # three batches
     assert main([*args, "--run_version=unbroken"]) == 0
     run = tmp_path / "quickstart"
-    signalled = partial(_signal_in_step, signal.SIGTERM, 5)
-    assert wait(start([*args, "--run_version=signalled"], tmp_path / "log", signalled)) == 0
+    terminate = partial(_signal_in_step, signal.SIGTERM, 5)
+    assert wait(start([*args, "--run_version=signalled"], tmp_path / "log", terminate)) == 0
     assert "finishing the step" in (tmp_path / "log").read_text()
     assert _rows(run / "signalled") == _rows(run / "unbroken")
     for name in ("signalled", "unbroken"):
@@ -457,37 +460,44 @@ def test_resuming_a_complete_training_changes_nothing(
     assert after == before
 
 
-def test_a_full_disk_ends_a_logger_with_one_line_that_names_the_file(tmp_path: Path, fit_args: list[str]) -> None:
-    def fill_up(name: str) -> None:
-        room = 0 if name == "at once" else 4  # writes
-        target, method = (csv.DictWriter, "writerows") if name == "metrics" else (RecordWriter, "write")
-        write = getattr(target, method)
+@pytest.mark.parametrize(
+    ("writer", "method", "num_writes", "file"),
+    [
+        pytest.param(RecordWriter, "write", 0, "events.out.tfevents.*", id="first event of TensorBoard"),
+        pytest.param(RecordWriter, "write", 4, "events.out.tfevents.*", id="fifth event of TensorBoard"),
+        pytest.param(csv.DictWriter, "writerows", 4, "metrics.csv", id="fifth write of metrics"),
+    ],
+)
+def test_a_full_disk_ends_a_logger_with_one_line_that_names_the_file(
+    tmp_path: Path, fit_args: list[str], writer: type, method: str, num_writes: int, file: str
+) -> None:
+    """The disk is full after ``num_writes`` writes; TensorBoard writes in a thread of its own."""
 
-        def limit(self: Any, *args: Any) -> Any:
-            nonlocal room
-            room -= 1
-            if room < 0:
+    def fill_up() -> None:
+        write, count = getattr(writer, method), 0
+
+        def write_until_full(self: Any, *args: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > num_writes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return write(self, *args)
 
-        setattr(target, method, limit)
+        setattr(writer, method, write_until_full)
 
-    events = "/events.out.tfevents.*"  # a thread of TensorBoard writes them
-    for name, file in (("at once", events), ("later", events), ("metrics", "/metrics.csv")):
-        args = [*fit_args, f"--runs_dir={tmp_path}", f"--run_version={name}"]
-        assert wait(start(args, tmp_path / name, partial(fill_up, name))) == 2
-        output = (tmp_path / name).read_text()
-        path = f"{tmp_path}/quickstart/{name}{file}"
-        assert f"refusion-lit: error: {path}: No space left on device\n" in output
-        assert output.count("No space left on device") == 1
-        assert "Traceback" not in output
+    args = [*fit_args, f"--runs_dir={tmp_path}", "--run_version=v"]
+    assert wait(start(args, tmp_path / "log", fill_up)) == 2
+    output = (tmp_path / "log").read_text()
+    assert f"refusion-lit: error: {tmp_path}/quickstart/v/{file}: No space left on device\n" in output
+    assert output.count("No space left on device") == 1
+    assert "Traceback" not in output
 
 
 def test_slurms_signal_saves_a_checkpoint_and_requeues_the_job(tmp_path: Path, fit_args: list[str]) -> None:
     """A fake ``scontrol`` records the request to queue the job again."""
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
-    scontrol.write_text(f"#!/bin/sh\necho $@ > {tmp_path}/asked\n")
+    scontrol.write_text(f"#!/bin/sh\necho $@ > {tmp_path}/arguments\n")
     scontrol.chmod(0o755)
 
     def enter_job() -> None:
@@ -503,7 +513,7 @@ def test_slurms_signal_saves_a_checkpoint_and_requeues_the_job(tmp_path: Path, f
     os.kill(process.pid or 0, signal.SIGUSR1)
     assert wait(process) == 128 + signal.SIGUSR1
     assert "job 7 is requeued" in (tmp_path / "log").read_text()
-    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    assert (tmp_path / "arguments").read_text() == "requeue 7\n"
     assert 0 < _state(run / "checkpoints" / "last.ckpt")["global_step"] < NUM_STEPS
     assert not list(tmp_path.glob("*.ckpt"))
 

@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -139,6 +140,37 @@ def is_accepted(make: Callable[..., Any], **options: Any) -> bool:
     return True
 
 
+def add_accepted(cls: type[Decoder], options: dict[str, Any], drawn: dict[str, Any]) -> dict[str, Any]:
+    """Return options with the drawn options that a decoder accepts beside them.
+
+    Drawn options are tried one by one, then by pairs, because some options are only allowed together.
+    """
+    for names in [*((name,) for name in drawn), *product(drawn, drawn)]:
+        trial = options | {name: drawn[name] for name in names}
+        if is_accepted(cls, **trial):
+            options = trial
+    return options
+
+
+def make_with_length(
+    cls: type[Decoder], options: dict[str, Any], lengths: Sequence[int]
+) -> tuple[Decoder, SamplingParams]:
+    """Return a decoder, and sampling options with the first length that the decoder accepts.
+
+    While the decoder accepts no length, its last option is dropped.
+    """
+    options = {**options}
+    while True:
+        decoder = cls(**options)
+        for length in lengths:
+            sampling = SamplingParams(max_new_tokens=length)
+            if is_accepted(decoder.check, sampling=sampling):
+                return decoder, sampling
+        options.popitem()
+        while not is_accepted(cls, **options):
+            options.popitem()
+
+
 def fill_until_accepted(decoder: Decoder, prompt: Prompt) -> Prompt:
     """Fill in holes of a template from the left until the decoder sees all given text."""
     while decoder.refusal(prompt) is not None:
@@ -149,30 +181,20 @@ def fill_until_accepted(decoder: Decoder, prompt: Prompt) -> Prompt:
 
 @st.composite
 def setups(draw: st.DrawFn, cls: type[Decoder]) -> tuple[Decoder, SamplingParams]:
-    """Draw a decoder and its sampling options; an option that the other options forbid keeps its default."""
+    """Draw a decoder and its sampling options.
+
+    Drawn options are added to a combination of ``STARTS``, or to none. An option that the other options forbid keeps
+    its default.
+    """
     hints = get_type_hints(cls)
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    chosen = draw(st.integers(0, 2 ** len(defaults) - 1))
+    chosen = draw(st.integers(0, 2 ** len(defaults) - 1))  # a bit for every option
     names = [name for i, name in enumerate(defaults) if chosen >> i & 1]
     drawn = {name: draw(IDS[name] if name in IDS else option_values(hints[name], defaults[name])) for name in names}
     starts = next((STARTS[base] for base in cls.__mro__ if base in STARTS), [])
-    options: dict[str, Any] = dict(draw(st.sampled_from([{}, *starts])))
-    # One by one, then by pairs: some options are only allowed together.
-    for group in [*((name,) for name in names), *((a, b) for a in names for b in names)]:
-        trial = options | {name: drawn[name] for name in group}
-        if is_accepted(cls, **trial):
-            options = trial
+    options = add_accepted(cls, draw(st.sampled_from([{}, *starts])), drawn)
     lengths = [draw(st.integers(1, 28)), 8, 12, 16, 24, 32, 64]
-    while True:
-        decoder = cls(**options)
-        for length in lengths:
-            sampling = SamplingParams(max_new_tokens=length)
-            if is_accepted(decoder.check, sampling=sampling):
-                return decoder, sampling
-        while True:  # no length goes with these options
-            options.popitem()
-            if is_accepted(cls, **options):
-                break
+    return make_with_length(cls, options, lengths)
 
 
 # Models and prompts.

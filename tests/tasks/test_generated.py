@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 
 import pytest
@@ -42,13 +43,13 @@ GOLDENS = {
     ),
 }
 
-# Tasks with few possible examples, so that the splits can hold all of them; the number is the number of examples.
+# Tasks with few possible examples, so that the splits can hold all examples; their options and number of keys.
 FULL = [
-    (Additions, {"min_terms": 1, "max_terms": 1}, 90 * 90),
-    (Sheet, {"num_terms": 1}, 90 * 91 // 2),
-    (Walk, {"num_steps": 8}, 3**8),
-    (Latin, {"num_grids": 1}, 12650),
-    (Sudoku, {"num_grids": 1}, 288),
+    (Additions, {"min_terms": 1, "max_terms": 1}, 90 * 90),  # pairs of numbers from 10 to 99
+    (Sheet, {"num_terms": 1}, 90 * 91 // 2),  # unordered pairs
+    (Walk, {"num_steps": 8}, 3**8),  # steps of three kinds
+    (Latin, {"num_grids": 1}, math.comb(25, 4)),  # choices of 4 clues in 25 cells
+    (Sudoku, {"num_grids": 1}, 288),  # complete grids of 4 x 4 cells
 ]
 
 

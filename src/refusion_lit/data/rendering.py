@@ -188,27 +188,51 @@ def check_turns(
         except Exception:  # a template may raise any error
             return None
 
-    query = turns[-1] if turns[-1]["role"] == "user" else {}
-    is_shown = str(query.get("content") or "").strip() in prompt
-    for number, turn in enumerate(turns):
-        if turn["role"] not in ("system", "user", "assistant") or (turn is query and not is_shown):
-            rendered = render([*turns[:number], {**turn, "content": _PROBE}, *turns[number + 1 :]])
-            fixes = {"developer": "use system", "user": _FIX_TEMPLATE}
-            expected = "a role that the chat template renders"
-            is_rendered = rendered is None or rendered != render(turns)
-            fix = fixes.get(turn["role"], "leave it out")
-            require(is_rendered, f"messages.{number}.role", expected, turn["role"], fix)
+    _check_roles(turns, prompt, render)
     if tools:
         rendered = render(turns)
         is_dropped = rendered is not None and rendered == render(turns, tools=None)
         fix = "use a template that renders them, or leave them out"
         require(not is_dropped, "tools", "a chat template that renders tools", f"{len(tools)} tools", fix)
-    if not any(turn.get(name) for turn in turns for name in _CALLS):
-        return
-    # One rendering shows whether the names of all calls are in the prompt. If not, the calls are left out in turn.
+    if any(turn.get(name) for turn in turns for name in _CALLS):
+        _check_calls(turns, render)
+
+
+def _check_roles(turns: Sequence[Mapping[str, Any]], prompt: str, render: Callable[..., str | None]) -> None:
+    """Refuse a turn whose content may be changed without changing the prompt.
+
+    Only turns of rare roles are tried, and the user's last turn if its content is not in the prompt.
+
+    Args:
+        turns: The turns.
+        prompt: The rendered turns.
+        render: Renders turns; returns ``None`` for turns that the template refuses.
+    """
+    query = turns[-1] if turns[-1]["role"] == "user" else {}
+    is_query_shown = str(query.get("content") or "").strip() in prompt
+    for number, turn in enumerate(turns):
+        is_rare = turn["role"] not in ("system", "user", "assistant")
+        if is_rare or (turn is query and not is_query_shown):
+            changed = render([*turns[:number], {**turn, "content": _PROBE}, *turns[number + 1 :]])
+            is_rendered = changed is None or changed != render(turns)
+            expected = "a role that the chat template renders"
+            fixes = {"developer": "use system", "user": _FIX_TEMPLATE}
+            fix = fixes.get(turn["role"], "leave it out")
+            require(is_rendered, f"messages.{number}.role", expected, turn["role"], fix)
+
+
+def _check_calls(turns: Sequence[Mapping[str, Any]], render: Callable[..., str | None]) -> None:
+    """Refuse a call that may be left out without changing the prompt.
+
+    One rendering, with new names for the functions of all calls, is enough if all new names are in the prompt.
+
+    Args:
+        turns: The turns.
+        render: Renders turns; returns ``None`` for turns that the template refuses.
+    """
     probes: list[str] = []
-    rendered = render([_rename_calls(turn, probes) for turn in turns])
-    if rendered is not None and all(probe in rendered for probe in probes):
+    renamed = render([_rename_calls(turn, probes) for turn in turns])
+    if renamed is not None and all(probe in renamed for probe in probes):
         return
     rendered = render(turns)
     if rendered is None:

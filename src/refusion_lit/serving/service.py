@@ -36,14 +36,16 @@ from refusion_lit.serving.protocol import (
     ChatRequest,
     CompletionRequest,
     Function,
+    ResponsesRequest,
+    error_body,
+    read_body,
+)
+from refusion_lit.serving.responses import (
     LogprobEntries,
     ResponseBuilder,
-    ResponsesRequest,
     chat_logprobs,
     completion_logprobs,
-    error_body,
     new_call_id,
-    read_body,
 )
 from refusion_lit.serving.worker import Job, Update, Worker, log
 from refusion_lit.text_model import TextModel

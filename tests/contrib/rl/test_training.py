@@ -124,7 +124,7 @@ def fit(
 
 @dataclass(frozen=True, kw_only=True)
 class Copied(Reward):
-    """One for an answer that begins with the first letter of its query."""
+    """Gives 1 to an answer that begins with the first letter of its query, and 0 to other answers."""
 
     def rewards(self, examples: Sequence[Example], responses: Sequence[str]) -> list[float]:
         """Return 0 or 1."""
@@ -149,7 +149,7 @@ def test_a_first_example_that_is_skipped_stops_no_training(tmp_path: Path) -> No
 
 
 def test_the_longest_prompt_leaves_room_for_its_answers(tmp_path: Path) -> None:
-    """It ended the training where its turn came."""
+    """A prompt that is too long is refused before the first step, not in the step that needs it."""
     lines = [json.dumps({"query": query, "response": "a"}) for query in ("ab", "ba", "ab" * 20, "aa")]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     task = InstructionFiles(train=f"{tmp_path}/rows.jsonl", validation_fraction=0.0)
@@ -206,7 +206,7 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], **toler
 
 @pytest.mark.parametrize("num_updates", [1, 3])
 def test_a_resumed_run_ends_where_the_unbroken_one_does(tmp_path: Path, num_updates: int) -> None:
-    """Also between two updates on the same answers."""
+    """With three updates per roll-out, the run is interrupted between two updates on the same answers."""
     objective = replace(OBJECTIVE, num_updates=num_updates)
     single: Any = {"precision": "32-true", "steps": 5}
     _, expected = fit(tmp_path / "whole", objective, **single)
@@ -217,7 +217,7 @@ def test_a_resumed_run_ends_where_the_unbroken_one_does(tmp_path: Path, num_upda
 
 
 def test_a_second_fit_rolls_out_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one ends with updates left on its answers, to another task's questions."""
+    """The first fit ends before all updates on its answers; the second fit has another task, and must not use them."""
     module, _ = fit(tmp_path, replace(OBJECTIVE, num_updates=4), steps=1)
     assert module.step_source is not None
     assert module.step_source.pending
@@ -235,7 +235,7 @@ def test_a_second_fit_rolls_out_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
         enable_progress_bar=False, enable_model_summary=False, precision="64-true",
     )  # fmt: skip
     trainer.fit(module, InstructionDataModule(task, CharacterTokenizer(), 4))
-    assert len(decoded) == 4
+    assert len(decoded) == 4  # the prompts of a batch
 
 
 def write_rows(path: Path, num_rows: int) -> Path:
@@ -268,7 +268,7 @@ def test_a_killed_run_ends_where_the_unbroken_one_does(
     _, expected = fit(tmp_path / "whole", **single)
     original, num_calls = getattr(owner, method), 0
 
-    def deadly(*args: Any, **options: Any) -> Any:
+    def die_in_third_call(*args: Any, **options: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
         if num_calls == num_before + 3:
@@ -276,7 +276,7 @@ def test_a_killed_run_ends_where_the_unbroken_one_does(
         return original(*args, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(owner, method, deadly)
+        patched.setattr(owner, method, die_in_third_call)
         process = get_context("fork").Process(target=fit, args=(tmp_path / "killed",), kwargs=single)
         process.start()
         process.join()

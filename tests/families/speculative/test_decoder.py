@@ -163,9 +163,15 @@ def test_a_real_model_with_a_drafter_writes_its_own_text(layout: Any, temperatur
 
 
 def test_adapters_are_made_when_the_first_draft_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, made = tiny_backbone(NEXT), []
+    model = tiny_backbone(NEXT)
+    made: list[DraftMasks] = []
     make = DraftMasks.layers.func
-    monkeypatch.setattr(DraftMasks, "layers", property(lambda masks: made.append(masks) or make(masks)))
+
+    def record(masks: DraftMasks) -> Any:
+        made.append(masks)
+        return make(masks)
+
+    monkeypatch.setattr(DraftMasks, "layers", property(record))
     requests, sampling = [Prompt(token_ids=(3, 4), id="0")], SamplingParams(max_new_tokens=4)
     decode(model, Autoregressive(), requests, sampling)
     assert not made, "they take as long as a forward pass"

@@ -204,14 +204,19 @@ class Rollouts(StepSource):
         return {prompt.id: answers[i * size : (i + 1) * size] for i, prompt in enumerate(prompts)}
 
     def _sum_rewards(self, prompts: Sequence[Prompt], rows: Sequence[Generation]) -> list[float]:
-        """Return weighted sums of rewards by answer; NaN for dropped answers."""
+        """Return weighted sums of rewards by answer; NaN for dropped answers.
+
+        Warns of a reward that drops all answers, or that gives all answers of the first roll-out the same value. In a
+        later roll-out, the model may have learnt to get the same value everywhere.
+        """
+        is_first = not self.figures
         examples = [self._example(prompt.id) for prompt in prompts]
         texts = [row.text for row in rows]
         totals = [0.0] * len(rows)
         for reward in self._rewards:
             values = _checked_rewards(reward, examples, texts)
             distinct = {value for value in values if not math.isnan(value)}
-            if not distinct or (len(distinct) == 1 and not self.figures):  # later, all may have learnt it
+            if not distinct or (len(distinct) == 1 and is_first):
                 what = f"{distinct.pop():g}" if distinct else "NaN"
                 name = type(reward).__name__
                 warnings.warn(
