@@ -87,7 +87,7 @@ def test_queries_may_come_from_an_iterator(model: TextModel) -> None:
 
 
 def test_names_of_prompts_are_texts_whatever_their_type(model: TextModel) -> None:
-    """They key the noise: a number gives the sample that its digits give."""
+    """Names key the noise: a number gives the same sample as a text of its digits."""
     sampling = SamplingParams(max_new_tokens=16, temperature=3.0)
     decoder = SelfSpeculative(slot_size=8)
     prompts = [model.encode(QUERY)] * 3

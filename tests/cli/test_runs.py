@@ -420,7 +420,7 @@ def test_nothing_else_is_written_into_a_trainings_directory(
 def test_a_training_is_not_resumed_by_another_command(
     runs: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It would decode with the weights that the training began with."""
+    """The other command would decode with the weights from before the training."""
     run = runs / "quickstart" / "version_0"
     assert main([command, f"--resume={run}"]) == 2
     error = capsys.readouterr().err

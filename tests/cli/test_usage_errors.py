@@ -100,7 +100,7 @@ def test_wrong_configs_are_named(cli: RefusionCLI, config: dict[str, object], ex
 
 
 def test_the_run_s_seed_is_the_default_of_the_others(cli: RefusionCLI, tmp_path: Path) -> None:
-    """It had no influence on a training before."""
+    """``seed_everything`` sets ``model.seed`` and ``data.seed`` unless a config or an option does."""
     parsed = cli.parse(["fit", "--config", QUICKSTART, "--seed_everything=3"]).fit
     assert (parsed.model.seed, parsed.data.seed) == (3, 3)
     file = tmp_path / "seeds.yaml"

@@ -236,7 +236,7 @@ def test_a_trained_model_keeps_numbers(name: str, schema: Any) -> None:
 
 
 def test_optional_properties_and_items_may_be_left_out_or_not(model: TextModel) -> None:
-    """Also before the first required property, and where no property is required."""
+    """An optional property may also be the first, and an object may have no required property."""
     digit = {"type": "integer", "minimum": 0, "maximum": 9}
     properties = {"a": digit, "b": digit, "c": {"type": "array", "items": digit, "maxItems": 3}}
     names: set[tuple[str, ...]] = set()

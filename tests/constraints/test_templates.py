@@ -74,7 +74,7 @@ def test_holes_of_an_example_are_as_long_as_its_text() -> None:
 
 @pytest.mark.parametrize("spans", [((2, 4), (0, 1)), ((0, 3), (2, 4)), ((4, 7),), ((-1, 2),), ((3, 2),)])
 def test_holes_out_of_order_or_outside_the_text_are_refused(spans: tuple[tuple[int, int], ...]) -> None:
-    """They would give or leave out text twice."""
+    """Such spans would give or leave out text twice."""
     with pytest.raises(ValueError, match=r"example x: spans: .*text order"):
         encode_given(TOKENIZER, Example(id="x", query="a", response="ab12cd", spans=spans))
 

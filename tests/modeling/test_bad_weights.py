@@ -271,7 +271,7 @@ def test_transposed_and_empty_weights_are_refused(
 def test_a_model_in_the_hubs_cache_is_checked(
     damage: Callable[[Tensor], Tensor], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its files are known only after transformers has found them."""
+    """The model's files are known only after transformers has found them."""
     folder = tmp_path / "models--some--model" / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
     shutil.copytree(OWN, folder)
     (tmp_path / "models--some--model" / "refs").mkdir()

@@ -311,7 +311,7 @@ def test_a_client_that_leaves_at_the_moment_of_an_update_has_left() -> None:
 
 
 def test_a_slow_reader_delays_no_other_request(model: TextModel) -> None:
-    """Its stream does not fit into the socket's buffers. The server keeps the rest and decodes for other requests."""
+    """The slow reader's stream does not fit into the socket's buffers. The server keeps the rest, and serves others."""
     length = 450
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving(model, Autoregressive(), rows=2))

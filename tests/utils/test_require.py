@@ -89,7 +89,7 @@ class MoreOptions(Options):
 
 @dataclass(kw_only=True)
 class UnknownTypes:
-    """Its annotation cannot be evaluated when the program runs."""
+    """Has an annotation that cannot be evaluated when the program runs."""
 
     ranges = {"size": 1}
     size: int | None = 4

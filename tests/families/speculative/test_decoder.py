@@ -427,7 +427,7 @@ def test_the_layout_is_the_one_that_takes_least_time(cost: float, acceptance: fl
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 16])
 def test_prompts_in_a_batch_make_no_drafts_by_default(size: int) -> None:
-    """They share the cost of a forward pass, so that saving forward passes pays less."""
+    """Prompts in a batch share the cost of a forward pass, so saving forward passes pays less."""
     prompts = [Prompt(token_ids=(5, 6, 7), id=str(number)) for number in range(size)]
     counts = []
     for decoder in (Autoregressive(), SelfSpeculative()):
