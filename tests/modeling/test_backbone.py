@@ -229,6 +229,7 @@ def test_attention_implementations_agree(model_type: str, options: dict[str, Any
         ("nanochat", {"final_logit_softcapping": 2.0}),
         ("cohere", {"logit_scale": 0.2}),
         ("cohere2", {"logit_scale": 0.2}),
+        ("cohere2_moe", {"logit_scale": 0.2, "num_experts": 4, "num_experts_per_tok": 2}),
         ("granite", GRANITE),
         ("granitemoe", {**GRANITE, **MIXTURE}),
         ("hyperclovax", {"logits_scaling": 0.3}),

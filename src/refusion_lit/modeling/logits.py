@@ -12,7 +12,12 @@ from torch import Tensor
 _SOFTCAPPED = ("beam", "diffusion_gemma_text", "gemma2", "gemma3_text", "gemma4_text", "nanochat", "vaultgemma")
 """Architectures that softcap their logits by ``final_logit_softcapping``."""
 
-_MULTIPLIED = {"cohere": "logit_scale", "cohere2": "logit_scale", "hyperclovax": "logits_scaling"}
+_MULTIPLIED = {
+    "cohere": "logit_scale",
+    "cohere2": "logit_scale",
+    "cohere2_moe": "logit_scale",
+    "hyperclovax": "logits_scaling",
+}
 """Option that multiplies the logits, by architecture."""
 
 _DIVIDED = ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "minicpm3")
