@@ -229,10 +229,14 @@ def _share_done(folder: Path, point: Point) -> float:
     if (folder / OUTCOME).exists():
         return 1.0
     num_steps = get_nested(point.configs, "fit.trainer.max_steps")
+    metrics = folder / "fit" / "metrics.csv"
     try:
-        with (folder / "fit" / "metrics.csv").open(encoding="utf-8", newline="") as lines:
-            steps = [int(row["step"]) for row in csv.DictReader(lines) if (row.get("step") or "").isdigit()]
-    except (OSError, KeyError):
+        with metrics.open(encoding="utf-8", newline="") as lines:
+            names = next(csv.reader(lines))
+        # The file grows, so only its end is parsed; the first line there may be cut, or is the header.
+        rows = csv.DictReader(tail(metrics).splitlines()[1:], names)
+        steps = [int(row["step"]) for row in rows if (row.get("step") or "").isdigit()]
+    except (OSError, KeyError, StopIteration):
         return 0.0
     return 0.95 * min(max(steps, default=0) / num_steps, 1) if num_steps and num_steps > 0 else 0.0
 
