@@ -126,6 +126,8 @@ _REPEATED = re.compile(
     r"|a dict with|Unable to load config '"
 )
 """Lines in which jsonargparse repeats an option's type or value."""
+_TYPE = re.compile(r"Expected an? (?:typing\.Literal\[(?P<choices>.+?)\]|<class '(?:\w+\.)*(?P<type>\w+)'>)")
+"""A type as Python writes it."""
 _CLASS = re.compile(
     r"(?:^|; )(?:Expected a dot import path string|Unexpected import path format|Not a valid subclass|Import path"
     r"|Expected an instantiatable class|unknown option '\w+'(?: of (?P<owner>\w+))?[;:]).*?(?:: (?P<name>\S+))?$"
@@ -166,6 +168,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
         text += nearest if nearest.startswith("; did you mean") else form + nearest
     elif "No module named" in text:
         text += "; set PYTHONPATH=. in the module's directory, or correct the name"
+    text = _TYPE.sub(lambda match: f"expected {match['type'] or 'one of ' + match['choices']}", text)
     text = text.removeprefix(option.rpartition(".")[2] + ": ")
     return f"{option}: {text}" if option else text
 
