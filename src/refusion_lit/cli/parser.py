@@ -161,7 +161,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
         text += f". Got value: {value[1]}"
     action: Any = next((action for action in parser._actions if key and action.dest == key[1]), None)
     classes, error = _subclasses(action), _CLASS.search(text)
-    is_class = classes and "'float'" not in text  # a learning rate may also be a class, torch's Tensor
+    is_class = classes and not re.search(r"\bfloat\b", text)  # a learning rate may also be a class, torch's Tensor
     if is_class and error and (not error["owner"] or re.search(rf"\b{error['owner']}\b", str(action._typehint))):
         nearest = suggest(error["name"] or "", classes)
         form = "; write {class_path: NAME, init_args: {OPTION: VALUE}}"
