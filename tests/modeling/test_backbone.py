@@ -236,6 +236,7 @@ def test_attention_implementations_agree(model_type: str, options: dict[str, Any
         ("minicpm3", LATENT),
         ("gpt_neox", {}),
         ("gpt2", {}),
+        ("gptj", {"attn_implementation": "eager", "rotary_dim": 8}),
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
         ("mixtral", MIXTURE),
         ("deepseek_v3", {**LATENT, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}),
@@ -284,9 +285,8 @@ def test_causal_models_of_many_architectures_give_transformers_logits(model_type
             {"bos_token_id": 1, "layer_types": ["full_attention"] * 2},
             r"layers besides .* \(lm_head\)",
         ),
-        ("gpt_neox_japanese", {"attn_implementation": "eager"}, "attention in its own way"),
-        ("gptj", {"attn_implementation": "eager", "rotary_dim": 8}, "attention in its own way"),
-        ("gpt_neo", {"attention_types": [[["global"], 2]], "attn_implementation": "eager"}, "attention in its own way"),
+        ("gpt_neox_japanese", {"attn_implementation": "eager"}, "keys"),
+        ("gpt_neo", {"attention_types": [[["global"], 2]], "attn_implementation": "eager"}, "place.* in the KV cache"),
     ],
 )
 def test_models_that_would_be_changed_silently_are_refused(

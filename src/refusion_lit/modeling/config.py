@@ -410,9 +410,8 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
     for option in ("position ids", "past key values"):
         if option.replace(" ", "_") not in taken:
             raise ValueError(f"backbone: {name} takes no {option}, which parallel decoding needs; {_SUPPORTED}.")
-    # Attention of other classes is code of its own, which may mask by places in the cache or need its own cache.
-    if not (whole._supports_sdpa or whole._supports_attention_backend):
-        raise ValueError(f"backbone: {name} computes attention in its own way, without sdpa; {_SUPPORTED}.")
+    if config.model_type == "gpt_neox_japanese":  # its attention takes keys only if they are contiguous in memory
+        raise ValueError(f"backbone: {name} cannot read keys from a cache with room for more tokens; {_SUPPORTED}.")
     check_attention(config)
 
 
