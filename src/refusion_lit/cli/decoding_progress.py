@@ -72,7 +72,7 @@ class DecodingProgress(Progress):
             TextColumn("{task.fields[text]}", markup=False),
             TimeRemainingColumn(),
         )
-        # Speeds and times left are those of the whole run, not of the last 30 seconds.
+        # Speeds and times left are of the last 1 000 updates, which rich keeps, not of the last 30 seconds.
         options = {"transient": True, "disable": not console.is_interactive, "speed_estimate_period": float("inf")}
         super().__init__(*columns, console=console, **options)
         self.paces: dict[str, Pace] = {}

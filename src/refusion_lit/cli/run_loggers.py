@@ -29,7 +29,7 @@ def create_loggers(
     Args:
         directory: The run's directory.
         first_steps: The first step that the run logs, and the step of its first validation. ``metrics.csv`` keeps
-            the rows before these steps, also that of a CSVLogger of the user.
+            the rows before these steps, and so does the file of a user's CSVLogger.
         others: The user's loggers.
         writes: Whether this process writes to the directory.
     """

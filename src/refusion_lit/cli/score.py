@@ -30,9 +30,7 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--task", type=Task, required=True, sub_configs=True, help=task)
     output = "where to write the predictions with their new scores; NAME.scored.jsonl beside the input by default"
     parser.add_argument("--output", type=str | None, default=None, help=output)
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace the file --output, whatever the file contains"
-    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the file --output, even if it is not ours")
     parser.add_argument("--num_workers", type=int, default=1, help="responses scored at the same time")
     parser.add_argument("--allow_code_execution", action="store_true",
                         help="run programs that a model wrote, sandboxed, on this machine")  # fmt: skip

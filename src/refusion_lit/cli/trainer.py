@@ -76,7 +76,8 @@ def run(command: str, args: list[str]) -> int:
     except ProcessExitedException as stopped:  # a forked process, by a signal or after one
         failed = False
         code = stopped.exit_code if stopped.exit_code > 0 else 128 - stopped.exit_code  # negative: killed by a signal
-        reason = f"stopped by {signal.Signals(code - 128).name}" if code > 128 else str(stopped)
+        names = {128 + number: number.name for number in signal.Signals}
+        reason = f"stopped by {names[code]}" if code in names else str(stopped)
         return _fail(f"{reason}; finished work is on disk{_how_to_resume(command, options)}", code)
     except (MisconfigurationException, RuntimeError, ProcessRaisedException) as error:
         return _report_error(error)

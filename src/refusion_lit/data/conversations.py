@@ -148,7 +148,7 @@ def _check_order(
 ) -> None:
     """Refuse a chat template without an opening that closes the whole list after the last turn, such as JSON.
 
-    An answer after such a prompt is no turn of the conversation.
+    An answer after the closed list would be no turn of the conversation.
 
     Args:
         tokenizer: The tokenizer.

@@ -410,8 +410,6 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
     for option in ("position ids", "past key values"):
         if option.replace(" ", "_") not in taken:
             raise ValueError(f"backbone: {name} takes no {option}, which parallel decoding needs; {_SUPPORTED}.")
-    if config.model_type == "gpt_neox_japanese":  # its attention takes keys only if they are contiguous in memory
-        raise ValueError(f"backbone: {name} cannot read keys from a cache with room for more tokens; {_SUPPORTED}.")
     check_attention(config)
 
 
@@ -430,6 +428,11 @@ def check_attention(config: Any) -> None:  # noqa: ANN401 - one class per archit
             f"backbone: {name} scales queries by their place in the KV cache (attn_temperature_tuning), but tokens are "
             f"stored in any order here; for texts below {config.floor_scale} tokens (floor_scale), which it does not "
             "scale, set backbone.config.attn_temperature_tuning to false."
+        )
+    if name == "gpt_neox_japanese":
+        raise ValueError(
+            f"backbone: {name} reads keys that are contiguous in memory, but a KV cache here has room between the keys "
+            f"of two rows; {_SUPPORTED}."
         )
     for option in ("alibi", "attention_types"):  # the latter is GPT-Neo's
         if getattr(config, option, False):

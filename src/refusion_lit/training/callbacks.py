@@ -188,9 +188,8 @@ class SaveLastStep(_AfterSteps):
         """Let callbacks save the step; save the last optimizer step unless a callback has saved it."""
         for callback, save in self._saves.items():
             save(trainer, pl_module, None, None, 0)
-            if (
-                self._is_validated and callback._defer_save_until_validation
-            ):  # Lightning expects a validation after the call
+            # Lightning expects a validation after the save, but the validation of this step is over.
+            if self._is_validated and callback._defer_save_until_validation:
                 callback.on_validation_end(trainer, pl_module)
         if not _is_last_step(trainer):
             return
