@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.multiprocessing import ProcessRaisedException
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from cli.conftest import QUICKSTART, REPOSITORY
-from refusion_lit.cli import main
+from refusion_lit.cli import main, trainer
 from refusion_lit.data.evaluation import EvaluationBatches
 from refusion_lit.training.module import SlotDiffusionModule
 from robustness.conftest import torchrun
@@ -191,6 +191,20 @@ def test_a_failing_process_ends_all_with_its_error(
     else:
         with pytest.raises(ProcessRaisedException, match="the second process cannot continue"):
             _run(tmp_path, "test", 6, *TWO)
+
+
+@pytest.mark.parametrize(("exit_code", "reason"), [(-signal.SIGKILL, "SIGKILL"), (143, "SIGTERM"), (255, "no result")])
+def test_the_end_of_a_forked_process_is_one_line(
+    exit_code: int, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An exit code above 128 names its signal, if it is the code of a signal."""
+
+    def end(*_: Any) -> None:
+        raise ProcessExitedException("no result", error_index=0, error_pid=1, exit_code=exit_code)
+
+    monkeypatch.setattr(trainer, "RefusionCLI", end)
+    assert trainer.run("fit", []) == (exit_code if exit_code > 0 else 128 - exit_code)
+    assert reason in capsys.readouterr().err
 
 
 def test_torchrun_gives_the_figures_of_one_process(tmp_path: Path) -> None:
