@@ -32,7 +32,7 @@ def make_batch() -> MakeBatch:
             length = prompt + response
             input_ids[row, :length] = 10 + torch.arange(length)
         prompts, responses = torch.tensor(lengths).unbind(1)
-        keys = torch.arange(first_key, first_key + len(lengths)) * 7919
+        keys = torch.arange(first_key, first_key + len(lengths)) * 7919  # a prime, so keys are no small neighbours
         return ResponseBatch(input_ids=input_ids, prompt_lengths=prompts, response_lengths=responses, sample_keys=keys)
 
     return make

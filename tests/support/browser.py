@@ -88,6 +88,7 @@ def contrast(first: Colour, second: Colour) -> float:
     """Return the contrast of two colours as WCAG 2 defines it, from 1 to 21."""
 
     def luminance(colour: Colour) -> float:
+        """Return the relative luminance, plus the 0.05 that WCAG adds for light on the screen."""
         linear = [v / 255 / 12.92 if v <= 10 else ((v / 255 + 0.055) / 1.055) ** 2.4 for v in colour]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
 

@@ -40,8 +40,9 @@ from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialToken
 from support.fakes import DRAFTS, EOS, MASK, SPECIAL, VOCAB, FakeModel, HashModel
 from support.subclasses import concrete_subclasses
 
-for room in (refusion_lit.refusion, refusion_lit.families):
-    for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}."):
+# A class is a subclass only once its module is imported.
+for package in (refusion_lit.refusion, refusion_lit.families):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if not module.name.endswith(".custom_generate"):  # programs for transformers alone
             importlib.import_module(module.name)
 
@@ -145,7 +146,8 @@ def add_accepted(cls: type[Decoder], options: dict[str, Any], drawn: dict[str, A
 
     Drawn options are tried one by one, then by pairs, because some options are only allowed together.
     """
-    for names in [*((name,) for name in drawn), *product(drawn, drawn)]:
+    singles, pairs = [(name,) for name in drawn], product(drawn, drawn)
+    for names in [*singles, *pairs]:
         trial = options | {name: drawn[name] for name in names}
         if is_accepted(cls, **trial):
             options = trial
@@ -157,18 +159,18 @@ def make_with_length(
 ) -> tuple[Decoder, SamplingParams]:
     """Return a decoder, and sampling options with the first length that the decoder accepts.
 
-    While the decoder accepts no length, its last option is dropped.
+    If the decoder accepts no length, options are dropped from the end until it does.
     """
-    options = {**options}
-    while True:
-        decoder = cls(**options)
+    for num_options in range(len(options), -1, -1):
+        first_options = dict(list(options.items())[:num_options])
+        if not is_accepted(cls, **first_options):
+            continue
+        decoder = cls(**first_options)
         for length in lengths:
             sampling = SamplingParams(max_new_tokens=length)
             if is_accepted(decoder.check, sampling=sampling):
                 return decoder, sampling
-        options.popitem()
-        while not is_accepted(cls, **options):
-            options.popitem()
+    raise AssertionError(f"{cls.__name__} accepts no length of {lengths}, even without options")
 
 
 def fill_until_accepted(decoder: Decoder, prompt: Prompt) -> Prompt:
@@ -188,17 +190,20 @@ def setups(draw: st.DrawFn, cls: type[Decoder]) -> tuple[Decoder, SamplingParams
     """
     hints = get_type_hints(cls)
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    chosen = draw(st.integers(0, 2 ** len(defaults) - 1))  # a bit for every option
-    names = [name for i, name in enumerate(defaults) if chosen >> i & 1]
+    # An integer stands for a set of options: bit i says whether option i is drawn. Hypothesis shrinks it to no option.
+    bits = draw(st.integers(0, 2 ** len(defaults) - 1))
+    names = [name for i, name in enumerate(defaults) if bits >> i & 1]
     drawn = {name: draw(IDS[name] if name in IDS else option_values(hints[name], defaults[name])) for name in names}
     starts = next((STARTS[base] for base in cls.__mro__ if base in STARTS), [])
     options = add_accepted(cls, draw(st.sampled_from([{}, *starts])), drawn)
+    # Many decoders need a multiple of their block size, which the drawn length seldom is: fixed lengths follow it.
     lengths = [draw(st.integers(1, 28)), 8, 12, 16, 24, 32, 64]
     return make_with_length(cls, options, lengths)
 
 
 # Models and prompts.
 
+# The usual special tokens, and unusual ones: the last id is the mask, two ids end a text, and padding is one of them.
 SPECIALS = [
     SPECIAL,
     SpecialTokens(
@@ -210,6 +215,7 @@ SPECIALS = [
 def traits_for(decoder: Decoder) -> ModelTraits:
     """Return the traits of a model that was trained for a decoder."""
     needs = decoder.requirements()
+    # A block-causal model has some block size, even where the decoder requires none.
     size = needs.block_size or (4 if needs.attention == "block_causal" else None)
     return ModelTraits(attention=needs.attention, block_size=size, predictions=needs.predictions,
                        prompt_is_block=needs.prompt_is_block)  # fmt: skip
@@ -252,7 +258,7 @@ def weighs_rows(decoder: Decoder) -> bool:
 
 
 class LastState(GenerationCallback):
-    """Keeps each row's state."""
+    """Keeps the state of every row, by the row's index."""
 
     def __init__(self) -> None:
         self.states: dict[int, RowState] = {}
@@ -273,9 +279,9 @@ def check_output(
         assert not never & set(row.token_ids)
         assert all(0 <= token < special.vocab_size for token in row.token_ids)
         assert not set(special.eos_token_ids) & set(row.token_ids[:-1]), "nothing follows an end"
-        ends = row.token_ids[-1] in special.eos_token_ids
-        assert row.finish_reason == ("eos" if ends else "length")
-        assert ends or row.num_tokens == sampling.max_new_tokens
+        has_eos = row.token_ids[-1] in special.eos_token_ids
+        assert row.finish_reason == ("eos" if has_eos else "length")
+        assert has_eos or row.num_tokens == sampling.max_new_tokens
         state = watcher.states[index]
         assert state.prompt == prompt
         assert not any(state.is_masked[: row.num_tokens])

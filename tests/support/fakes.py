@@ -36,6 +36,7 @@ SPECIAL = SpecialTokens(
 )
 HYBRID = ModelTraits(predictions=("mask", "next_token_in_slot"))
 NUM_LEVELS = 2
+"""Levels of :class:`HashModel`, which stand for the layers of a transformer."""
 
 
 @dataclass
@@ -72,7 +73,7 @@ class FakeModel(PlainModel):
         num_logit_rows: Number of tokens whose logits were computed.
     """
 
-    forward_cost = 32.0
+    forward_cost = 32.0  # positions that cost as much as starting a forward pass; any number would do
 
     def __init__(self, traits: ModelTraits = HYBRID, special: SpecialTokens = SPECIAL) -> None:
         self.traits, self.special_tokens = traits, special
@@ -161,7 +162,10 @@ def oracle_text(end: int | None, special: SpecialTokens = SPECIAL) -> Callable[[
 
 
 def scramble(values: Tensor) -> Tensor:
-    """Hash int64 numbers, independently of the package's generator."""
+    """Hash int64 numbers, independently of the package's generator.
+
+    Shifts and products by odd numbers mix all bits. The masks drop the copies of the sign that a shift fills in.
+    """
     for multiplier in (-0x4B47D0C50AE85A3D, 0x2127599BF4325C37):
         values = (values ^ ((values >> 29) & 0x7FFFFFFFF)) * multiplier
     return values ^ ((values >> 32) & 0xFFFFFFFF)
@@ -170,7 +174,7 @@ def scramble(values: Tensor) -> Tensor:
 def hashed_uniform(keys: Tensor, size: int) -> Tensor:
     """Return float64 numbers in [0, 1), a hash of the keys: ``size`` numbers per key, in a new last dimension."""
     numbers = scramble(scramble(keys)[..., None] + torch.arange(1, size + 1) * 0x9E3779B97F4A7C1)
-    return (numbers & ((1 << 53) - 1)).double() * 2.0**-53
+    return (numbers & ((1 << 53) - 1)).double() * 2.0**-53  # float64 has 53 bits of precision
 
 
 class HashCache:
@@ -296,21 +300,22 @@ class HashModel(FakeModel):
         keys, predicted = hidden.unbind(-1)
         size, ends = self.num_head_rows, list(self.special_tokens.eos_token_ids)
         chance = hashed_uniform(keys, size)
-        vote = hashed_uniform(keys + 1, 2)
-        sharpness = torch.tensor([1.0, 4.0, 12.0, 30.0], dtype=torch.float64)[(vote[:, 0] * 4).long()]
-        bonus = torch.tensor([0.0, 4.0, 9.0, 25.0, 40.0], dtype=torch.float64)[(vote[:, 1] * 5).long()]
-        if self.flavour == "ties":
+        # Two more hashes of a row choose how far its logits lie apart, and how much its favourite token is preferred.
+        choice = hashed_uniform(keys + 1, 2)
+        sharpness = torch.tensor([1.0, 4.0, 12.0, 30.0], dtype=torch.float64)[(choice[:, 0] * 4).long()]
+        bonus = torch.tensor([0.0, 4.0, 9.0, 25.0, 40.0], dtype=torch.float64)[(choice[:, 1] * 5).long()]
+        if self.flavour == "ties":  # logits 0, 1 or 2, and 0 to 2 more for the favourite
             chance, sharpness, bonus = (chance * 3).floor(), torch.ones_like(sharpness), (bonus / 15).floor()
         logits = sharpness[:, None] * chance
         logits[:, ends] += self.end_bias
         logits[torch.arange(len(logits)), self.favourite(predicted)] += bonus
         if self.flavour == "extreme":
-            what = hashed_uniform(keys + 2, size + 1)
-            logits[what[:, :-1] < 0.4] = torch.nan
-            logits[what[:, :-1] < 0.2] = torch.inf
-            logits[what[:, :-1] < 0.1] = -torch.inf
-            logits[what[:, -1] < 0.2] = torch.nan
-            logits[what[:, -1] < 0.1] = -torch.inf
+            of_logits, of_rows = hashed_uniform(keys + 2, size + 1).split([size, 1], dim=1)
+            logits[of_logits < 0.4] = torch.nan
+            logits[of_logits < 0.2] = torch.inf
+            logits[of_logits < 0.1] = -torch.inf
+            logits[of_rows[:, 0] < 0.2] = torch.nan
+            logits[of_rows[:, 0] < 0.1] = -torch.inf
         if self.flavour == "banned":
             logits[:, list(self.special_tokens.banned_token_ids)] += 50
             logits[:, self.special_tokens.vocab_size :] += 60

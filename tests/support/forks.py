@@ -88,13 +88,16 @@ def run_in_new_process(program: str, folder: Path) -> str:
 def drop_root_rights() -> None:
     """Give up the capabilities by which root reads and writes files whatever their permissions, for this process."""
     libc = ctypes.CDLL(None)
-    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3; this process
+    # The system call's header is (version 3, this process); its sets are bits of 64 capabilities in two halves.
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert libc.capget(header, sets) == 0
     for index in (0, 1):  # effective and permitted
-        sets[index] &= ~0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        sets[index] &= ~0b110  # bit 1 is CAP_DAC_OVERRIDE, bit 2 is CAP_DAC_READ_SEARCH
     assert libc.capset(header, sets) == 0
 
 
+# Connects to the socket sys.argv[1], sends arguments, directory, environment and output files, and ends with the exit
+# code that comes back, or with 1 if none does.
 _CLIENT = """
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
@@ -111,36 +114,41 @@ def forking_command(folder: Path) -> Iterator[tuple[str, ...]]:
     The command is a small Python program. It sends its arguments, directory, environment and output files to this
     process, which forks a process that runs ``main``. If the small program is killed, the forked process dies, too.
     """
-
-    def die_with(client: socket.socket) -> None:
-        if not client.recv(1):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def run(client: socket.socket) -> None:
-        message, (given, *descriptors), *_ = socket.recv_fds(client, 1 << 20, 3)
-        args, directory, environment = json.loads(message)
-        for number, descriptor in enumerate((given, *descriptors)):
-            os.dup2(descriptor, number)
-        sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - it ends with the process
-        warnings.simplefilter("default")
-        threading.Thread(target=die_with, args=(client,), daemon=True).start()
-        os.chdir(directory)
-        os.environ.clear()
-        os.environ.update(environment)
-        code = main(args)
-        sys.stdout.flush()
-        client.send(str(code).encode())
-
-    def serve(server: socket.socket) -> None:
-        while True:
-            client, _ = server.accept()
-            fork(lambda client=client: run(client))
-            client.close()
-
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(folder / "socket"))
         server.listen()
-        process: Any = fork(lambda: serve(server))
-        yield (sys.executable, "-S", "-c", _CLIENT, str(folder / "socket"))
+        process: Any = fork(lambda: _serve(server))
+        yield (sys.executable, "-S", "-c", _CLIENT, str(folder / "socket"))  # -S: no site, which is slow to import
         process.kill()
         process.join()
+
+
+def _serve(server: socket.socket) -> None:
+    """Fork a process for every command that a client sends."""
+    while True:
+        client, _ = server.accept()
+        fork(lambda client=client: _run_for(client))
+        client.close()
+
+
+def _run_for(client: socket.socket) -> None:
+    """Run the client's command with the client's files, directory and environment; send the exit code back."""
+    message, descriptors, *_ = socket.recv_fds(client, 1 << 20, 3)
+    args, directory, environment = json.loads(message)
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - it ends with the process
+    warnings.simplefilter("default")
+    threading.Thread(target=_die_with, args=(client,), daemon=True).start()
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    code = main(args)
+    sys.stdout.flush()
+    client.send(str(code).encode())
+
+
+def _die_with(client: socket.socket) -> None:
+    """Kill this process when the client is gone: a client sends nothing more, so its connection ends only with it."""
+    if not client.recv(1):
+        os.kill(os.getpid(), signal.SIGKILL)

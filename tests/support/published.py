@@ -34,7 +34,7 @@ def with_batch_sizes(settings: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def select_runs(name: str, setting: int, batch_size: int | None = None) -> list[dict[str, Any]]:
-    """Return the reference runs of a setting; for a batch size of 1 only the first, which is enough (see above)."""
+    """Return the reference runs of a setting; for a batch size of 1 only the first (see ``with_batch_sizes``)."""
     runs = [run for run in reference(name)["runs"] if run["setting"] == setting]
     assert len(runs) >= 3
     return runs[:1] if batch_size == 1 else runs

@@ -23,7 +23,7 @@ class Ragged:
     Attributes:
         rows: The batch's shape and the indices of its real tokens.
         visibility: What the spans see.
-        mask: The same as a matrix (row, query, key); padding sees the key of its row's first token.
+        mask: The visibility as a matrix (row, query, key); padding sees the key of its row's first token.
         plan: Arguments of ``KVCache.prepare``.
     """
 
@@ -45,9 +45,11 @@ def make_ragged(seed: int, sizes: list[tuple[int, int]], storage: list[int]) -> 
     shape = len(sizes), max(queries for queries, _ in sizes)
     spans: list[Span] = []
     for row, (queries, keys) in enumerate(sizes):
-        first, offset = chance.randint(0, keys - queries), 0
-        for length in chance.choice([(queries,), (queries - queries // 2, queries // 2)]):
-            spans += [draw_span(chance, row, offset, length, first + offset, keys)] if length else []
+        first_key, offset = chance.randint(0, keys - queries), 0
+        one_span, two_halves = (queries,), (queries - queries // 2, queries // 2)
+        for length in chance.choice([one_span, two_halves]):
+            if length:  # half of a single query is no span
+                spans.append(draw_span(chance, row, offset, length, first_key + offset, keys))
             offset += length
     num_keys = max(keys for _, keys in sizes)
     places = [(span, i) for span in spans for i in range(span.length)]
@@ -65,9 +67,9 @@ def draw_span(chance: random.Random, row: int, offset: int, length: int, first_k
     """Draw a span that sees random ranges of keys; typical cases (no context, a whole prefix) are drawn more often."""
     ends = [sorted(chance.choices(range(num_keys + 1), k=2)) for _ in range(chance.randint(1, 3))]
     context = chance.choice([(), ((0, first_key),), ((0, num_keys),), tuple((start, stop) for start, stop in ends)])
-    order = chance.choice(
-        [None, [0] * length, [i // 3 for i in range(length)], sorted(chance.randrange(4) for _ in range(length))]
-    )
+    bidirectional, blocks_of_three = [0] * length, [i // 3 for i in range(length)]
+    random_order = sorted(chance.randrange(4) for _ in range(length))
+    order = chance.choice([None, bidirectional, blocks_of_three, random_order])  # None is causal
     return Span(row, offset, length, first_key, context, order)
 
 
@@ -113,7 +115,7 @@ def attend_slowly(rows: Rows, mask: Tensor, cache: KVCache, query: Tensor, key: 
 
 def prepare_cache(plan: dict[str, Any], num_rows: int, seed: int) -> KVCache:
     """Return a cache that is full of random keys and values and prepared for a forward pass of a plan."""
-    cache = KVCache(1, num_rows)
+    cache = KVCache(1, num_rows)  # one layer
     everywhere = torch.cartesian_prod(torch.arange(num_rows), torch.arange(plan["num_keys"]))
     cache.prepare(list(range(num_rows)), plan["num_keys"], None, *everywhere.unbind(1))
     cache.store(0, *draw_states(seed + 1, len(everywhere))[1:])

@@ -29,7 +29,10 @@ BATCH = 8
 
 
 def interrupt_actor(folder: Path) -> type[ray_predict.Answers]:
-    """Return an actor that is killed once, and fails once when others have written; it notes what it decodes."""
+    """Return an actor that is killed at prompt 0 and fails at prompt 39, in the first try each.
+
+    It fails only when the other actor has written answers. The actor writes the ids that it decodes to a file.
+    """
 
     class Interrupted(ray_predict.Answers):
         def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -63,11 +66,12 @@ def predict(model: str, folder: Path) -> None:
     )  # fmt: skip
     with contextlib.suppress(ray.exceptions.RayError):
         answer()
-    done = read_ids(folder)
+    first_run = read_ids(folder)
     (folder / "decoded").unlink(missing_ok=True)
     answer()
-    later = [int(line) for line in (folder / "decoded").read_text(encoding="utf-8").split()]
-    (folder / "interrupted.json").write_text(json.dumps({"done": done, "later": later}), encoding="utf-8")
+    second_run = [int(line) for line in (folder / "decoded").read_text(encoding="utf-8").split()]
+    figures = {"first_run": first_run, "second_run": second_run}
+    (folder / "interrupted.json").write_text(json.dumps(figures), encoding="utf-8")
 
 
 async def ask(port: int, name: str) -> dict[str, list[str]]:
@@ -75,19 +79,19 @@ async def ask(port: int, name: str) -> dict[str, list[str]]:
     prompts = [f"{i}+1=" for i in range(16)]
     async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120) as client:
 
-        async def whole(text: str) -> str:
+        async def complete(text: str) -> str:
             return (await client.completions.create(model=name, prompt=text, max_tokens=24)).choices[0].text
 
         async def stream(text: str) -> str:
             stream = await client.completions.create(model=name, prompt=text, max_tokens=24, stream=True)
             return "".join([chunk.choices[0].text async for chunk in stream])
 
-        texts = await asyncio.gather(*map(whole, prompts))
+        texts = await asyncio.gather(*map(complete, prompts))
         return {"texts": texts, "streamed": await asyncio.gather(*map(stream, prompts))}
 
 
-def replicas(model: str, folder: Path) -> None:
-    """Serve with two replicas."""
+def serve_replicas(model: str, folder: Path) -> None:
+    """Serve with two replicas; write their states and their answers to a file."""
     with socket.socket() as free:
         free.bind((LOCAL_HOSTS[0], 0))
         port = free.getsockname()[1]
@@ -105,7 +109,7 @@ def start(num_tries: int = 4) -> None:
         try:
             # Logical processors: one for each of two workers, the others for reading and writing.
             ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200_000_000)
-        except Exception as error:  # Ray has no class of its own for it
+        except Exception as error:  # Ray raises no class of error for a time limit
             ray.shutdown()
             if number == num_tries - 1 or "timed out during startup" not in str(error):
                 raise
@@ -114,11 +118,11 @@ def start(num_tries: int = 4) -> None:
 
 
 def main() -> None:
-    """Run both."""
+    """Run both examples: predictions in batches, and a server."""
     model, folder = sys.argv[1], Path(sys.argv[2])
     start()
     predict(model, folder)
-    replicas(model, folder)
+    serve_replicas(model, folder)
     serve.shutdown()
     ray.shutdown()
 

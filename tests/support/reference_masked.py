@@ -1,7 +1,6 @@
 """LLaDA, Dream and Fast-dLLM as plain loops from their descriptions, at temperature 0 and for one prompt.
 
-They call transformers directly: no engine, no batches. Where keys and values are frozen, they lie in transformers'
-own cache.
+The loops call transformers directly: no engine, no batches. Frozen keys and values lie in transformers' own cache.
 """
 
 from __future__ import annotations
@@ -43,7 +42,10 @@ def model(dtype: str = "float64") -> Backbone:
 
 
 def unmask(decoder: Decoder, reading: Reading, prompt_id: str = "0") -> list[int]:
-    """Return the places that the first step unmasks of a canvas as long as the reading, all of which is read."""
+    """Return the places that a decoder unmasks in its first step, if the model's answer is the reading.
+
+    The canvas is as long as the reading, which has a token for every place.
+    """
     sampling = SamplingParams(max_new_tokens=len(reading.tokens))
     state = decoder.begin(Prompt(token_ids=(3,), id=prompt_id), sampling, model().special_tokens)
     steps = decoder.step(state)
@@ -70,10 +72,10 @@ def run(
 
 @torch.no_grad()
 def forward(tokens: Sequence[int], first: int = 0, frozen: Frozen | None = None) -> tuple[Tensor, Frozen]:
-    """Run tokens from position ``first`` on; each sees all of them and what is frozen.
+    """Run tokens from position ``first`` on. Every token sees all tokens and all frozen keys.
 
     Returns:
-        Logits [token, vocab], and keys and values: the frozen ones, then the tokens'.
+        Logits [token, vocab], and keys and values of each layer: first the frozen states, then the tokens' states.
     """
     past = DynamicCache()
     num_frozen = 0 if frozen is None else frozen[0][0].shape[2]
@@ -91,7 +93,7 @@ def forward(tokens: Sequence[int], first: int = 0, frozen: Frozen | None = None)
 
 
 def without(frozen: Frozen, first: int, stop: int) -> Frozen:
-    """Keys and values of all positions but a range."""
+    """Return the keys and values of all positions except a range."""
 
     def crop(states: Tensor) -> Tensor:
         return torch.cat((states[:, :, :first], states[:, :, stop:]), 2)
@@ -125,7 +127,19 @@ def llada(
     eos: str = "",
     kernel: int | None = None,
 ) -> list[int]:
-    """LLaDA's ``generate`` with low-confidence remasking; ``eos`` is "forbid", "zero" or nothing."""
+    """Decode as LLaDA's ``generate`` with low-confidence remasking.
+
+    Args:
+        prompt: The prompt.
+        length: Number of new tokens.
+        steps: Number of forward passes.
+        block: Number of tokens in a block.
+        shift: 1 if a token's logits predict the next position.
+        guidance: Scale of classifier-free guidance.
+        eos: "forbid" if EOS tokens are not produced, "zero" if their confidence is 0.
+        kernel: Size of convolutional decoding's window: the confidence is multiplied by tanh of the number of known
+            tokens in the window.
+    """
     canvas: list[int | None] = [None] * length
     per_block = steps // (length // block)
     for start in range(0, length, block):
@@ -145,10 +159,12 @@ def llada(
                         row[EOS] = -math.inf
                     certainty = float(row.softmax(-1)[token])
                     if kernel is not None:
-                        here, half = len(prompt) + place, kernel // 2
-                        known = [True] * len(prompt) + [token is not None for token in canvas]
-                        certainty *= math.tanh(sum(known[i] for i in range(len(known)) if abs(i - here) <= half))
+                        position, half = len(prompt) + place, kernel // 2
+                        is_known = [True] * len(prompt) + [token is not None for token in canvas]
+                        num_known = sum(is_known[max(position - half, 0) : position + half + 1])
+                        certainty *= math.tanh(num_known)
                     best.append((-certainty, place, token))
+            # A block's tokens are shared out over its steps; the first steps get the remainder.
             quota = block // per_block + (1 if step < block % per_block else 0)
             for _, place, token in sorted(best)[:quota]:
                 canvas[place] = token
@@ -156,12 +172,20 @@ def llada(
 
 
 def dream(prompt: tuple[int, ...], length: int, steps: int, order: str, eps: float = 1e-3) -> list[int]:
-    """Dream's ``diffusion_generate`` without chance; what may not be produced is left out of its distribution."""
+    """Decode as Dream's ``diffusion_generate`` without chance. Forbidden tokens have probability 0.
+
+    Args:
+        prompt: The prompt.
+        length: Number of new tokens.
+        steps: Number of forward passes.
+        order: How sure a place is: "maskgit_plus" (its probability), "topk_margin" or "entropy".
+        eps: The time after the last step; the first step is at time 1.
+    """
     canvas: list[int | None] = [None] * length
     times = torch.linspace(1, eps, steps + 1, dtype=torch.float64).tolist()
     for step, (time, after) in enumerate(pairwise(times)):
         values, _ = forward(make_input(prompt, canvas))
-        values = torch.cat((values[:1], values[:-1]))  # shifted
+        values = torch.cat((values[:1], values[:-1]))  # a token's logits predict the next position
         values[:, [PAD, MASK]] = -math.inf
         values[:, VOCAB:] = -math.inf
         best = []
@@ -175,6 +199,7 @@ def dream(prompt: tuple[int, ...], length: int, steps: int, order: str, eps: flo
                     "entropy": (probabilities * (probabilities + 1e-10).log()).sum(),
                 }
                 best.append((-float(scores[order]), place, int(top.indices[0])))
+        # Masks are a share ``time`` of the canvas before the step and ``after`` behind it.
         count = int(len(best) * (1 - after / time)) if step < steps - 1 else len(best)
         for _, place, token in sorted(best)[:count]:
             canvas[place] = token
@@ -217,10 +242,13 @@ def fast_dllm(
                     token = draw(row)
                     best.append((-float(row.softmax(-1)[token]), place, token))
             if shift and kept != "none" and num_rounds == 0:
-                canvas[start] = best[0][2]
+                # The token before the block, which predicts the block's first token, is not fed again: unmask it now.
+                [first_token, *_] = [token for _, _, token in best]
+                canvas[start] = first_token
             else:
                 best.sort()
-                for _, place, token in best[: rule([-b[0] for b in best], stop - start, num_rounds)]:
+                num_unmasked = rule([-negative for negative, _, _ in best], stop - start, num_rounds)
+                for _, place, token in best[:num_unmasked]:
                     canvas[place] = token
             num_rounds += 1
             if None not in canvas[start:stop]:

@@ -135,54 +135,59 @@ class SlowReFusion:
         row = [token for slot in chosen for token in self.place_tokens(slot, drafts[slot])]
         logits = self.forward(row)
         self.shapes.append((1, len(row)))
+        # The first token of a slot passes, because no token of the slot predicts it.
         passes = [
             i % size == 0 or self.probability(logits[i - 1], row[i][0]) > self.options.token_threshold
             for i in range(len(row))
         ]
         length = next((i for i, passed in enumerate(passes) if not passed), len(row))
         end = next((i for i in range(length) if row[i][0] in self.special.eos_token_ids), None)
-        if end is not None:
+        if end is not None:  # the text ends in an accepted slot: later slots are not needed
             self.accept(row[: end + 1])
-            last = chosen[end // size]
-            self.remaining = [s for s in self.remaining if s < last and s not in chosen[: end // size + 1]]
+            num_slots = end // size + 1
+            last = chosen[num_slots - 1]
+            self.remaining = [slot for slot in self.remaining if slot < last and slot not in chosen[:num_slots]]
             self.has_ended = True
-        elif length >= size:
-            self.accept(row[: length // size * size])
-            self.remaining = [s for s in self.remaining if s not in chosen[: length // size]]
-        else:
-            prefixes = [[*passes[i * size : (i + 1) * size], False] for i in range(len(chosen))]
-            self.infill([Row(slot, drafts[slot], prefixes[i].index(False)) for i, slot in enumerate(chosen)])
+        elif length >= size:  # whole slots are accepted
+            num_slots = length // size
+            self.accept(row[: num_slots * size])
+            self.remaining = [slot for slot in self.remaining if slot not in chosen[:num_slots]]
+        else:  # not even the first slot is: every slot keeps its tokens up to the first that did not pass
+            passes_by_slot = [[*passes[i * size : (i + 1) * size], False] for i in range(len(chosen))]
+            self.infill([Row(slot, drafts[slot], passes_by_slot[i].index(False)) for i, slot in enumerate(chosen)])
 
     def bonus(self, rows: list[Row]) -> None:
-        """Fill slots that do not see each other.
-
-        A round accepts drafts up to the first refused draft, which the model's own token replaces. Shapes are not
-        recorded.
-        """
-        size = self.options.slot_size
-        while True:
-            for i, row in enumerate(rows):
-                end = next((j for j in range(row.num_accepted) if row.tokens[j] in self.special.eos_token_ids), None)
-                if end is not None:
-                    row.num_accepted, row.has_eos = end + 1, True
-                    rows = rows[: i + 1]
-                    break
-            unfilled = [row for row in rows if not row.has_eos and row.num_accepted < size]
-            if not unfilled:
-                break
+        """Fill slots that do not see each other. Shapes are not recorded."""
+        rows = self.end_at_eos(rows)
+        while unfilled := [row for row in rows if not self.is_filled(row)]:
             for row in unfilled:
-                logits = self.forward(self.place_tokens(row.slot, row.tokens))
-                best = [0, *(self.best(values) for values in logits[:-1])]
-                while row.num_accepted < size:
-                    j = row.num_accepted
-                    row.num_accepted += 1
-                    if not self.probability(logits[j - 1], row.tokens[j]) > self.options.token_threshold:
-                        is_best = row.tokens[j] == best[j]
-                        row.tokens[j] = best[j]
-                        if not is_best:
-                            row.tokens[j + 1 :] = best[j + 1 :]
-                            break
+                self.accept_bonus(row)
+            rows = self.end_at_eos(rows)
         self.finish_infill(rows)
+
+    def accept_bonus(self, row: Row) -> None:
+        """Accept drafts up to the first refused draft, which the model's own token, the bonus, replaces."""
+        logits = self.forward(self.place_tokens(row.slot, row.tokens))
+        best = [0, *(self.best(values) for values in logits[:-1])]  # nothing predicts the first token
+        while row.num_accepted < self.options.slot_size:
+            j = row.num_accepted
+            row.num_accepted += 1
+            is_confident = self.probability(logits[j - 1], row.tokens[j]) > self.options.token_threshold
+            if not is_confident and row.tokens[j] != best[j]:
+                row.tokens[j:] = best[j:]
+                break
+
+    def is_filled(self, row: Row) -> bool:
+        return row.has_eos or row.num_accepted == self.options.slot_size
+
+    def end_at_eos(self, rows: list[Row]) -> list[Row]:
+        """Cut the first row with an accepted EOS token after that token; return the rows up to this row."""
+        for i, row in enumerate(rows):
+            end = next((j for j in range(row.num_accepted) if row.tokens[j] in self.special.eos_token_ids), None)
+            if end is not None:
+                row.num_accepted, row.has_eos = end + 1, True
+                return rows[: i + 1]
+        return rows
 
     def accept(self, row: list[Token]) -> None:
         """Append tokens to context and text."""
@@ -223,20 +228,14 @@ class SlowReFusion:
         """Fill slots in parallel until they are full or end the text."""
         size, num_cached, is_first = self.options.slot_size, 0, True
         self.num_infills += 1
-        while not all(row.has_eos or row.num_accepted == size for row in rows):
-            forwards = self.mask_round(rows) if self.options.infill == "mask" else self.ar_round(rows, is_first)
-            self.shapes += [(len(rows), size - num_cached)] * forwards
+        while not all(map(self.is_filled, rows)):
+            num_forwards = self.mask_round(rows) if self.options.infill == "mask" else self.ar_round(rows, is_first)
+            self.shapes += [(len(rows), size - num_cached)] * num_forwards
             is_first = False
-            for i, row in enumerate(rows):
-                new_indices = range(num_cached, row.num_accepted)
-                end = next((j for j in new_indices if row.tokens[j] in self.special.eos_token_ids), None)
-                if end is not None:
-                    row.num_accepted, row.has_eos = end + 1, True
-                    rows = rows[: i + 1]
-                    break
-            done = all(row.has_eos or row.num_accepted == size for row in rows)
-            min_accepted = min(size if row.has_eos else row.num_accepted for row in rows) - num_cached
-            num_cached += min_accepted if done else min_accepted - 1
+            rows = self.end_at_eos(rows)
+            # Every row caches equally many tokens. An unfilled row feeds its last accepted token again.
+            min_accepted = min(size if row.has_eos else row.num_accepted for row in rows)
+            num_cached = min_accepted if all(map(self.is_filled, rows)) else min_accepted - 1
         self.finish_infill(rows)
 
     def mask_round(self, rows: list[Row]) -> int:
@@ -245,7 +244,7 @@ class SlowReFusion:
         assert mask is not None
         size = self.options.slot_size
         for row in rows:
-            if row.has_eos or row.num_accepted == size:
+            if self.is_filled(row):
                 continue
             n = row.num_accepted
             logits = self.forward(self.place_tokens(row.slot, row.tokens[:n] + [mask] * (size - n)))
@@ -258,7 +257,7 @@ class SlowReFusion:
     def ar_round(self, rows: list[Row], is_first: bool) -> int:
         """Verify the drafts, and draft by next-token predictions; return the number of forward passes."""
         for row in rows:
-            if row.has_eos or row.num_accepted == self.options.slot_size:
+            if self.is_filled(row):
                 continue
             logits = self.forward(self.place_tokens(row.slot, row.tokens))
             if not is_first:
@@ -277,7 +276,11 @@ class SlowReFusion:
             row.num_accepted += 1
 
     def finish_infill(self, rows: list[Row]) -> None:
-        """Append the filled slots to context and text."""
+        """Append the filled slots to context and text.
+
+        ``RecomputeKV`` computes their keys and values again, so that a slot sees the slots before it. Otherwise the
+        cache keeps keys and values of the infill, where a slot saw the earlier context and itself.
+        """
         shared = set(range(len(self.context)))
         added = [self.place_tokens(row.slot, row.tokens[: row.num_accepted]) for row in rows]
         if isinstance(self.options, RecomputeKV):

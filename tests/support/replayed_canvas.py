@@ -12,13 +12,16 @@ from refusion_lit.decoding import RowState, Steps, UniformDiffusion
 
 @dataclass
 class Step:
-    """A step of the decoder: the canvas before it, what the model said, and what was accepted."""
+    """A step of the decoder: the canvas before the step, the model's predictions, and what was accepted."""
 
     canvas_before: list[int]
     temperature: float
     entropy: list[float]
+    """Entropy of the model's distribution at every place."""
     accepted: list[int]
+    """1 at places whose sample was accepted, else 0."""
     draft: list[int]
+    """The most probable token at every place."""
 
 
 @dataclass

