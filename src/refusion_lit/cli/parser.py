@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
@@ -114,20 +115,15 @@ def explain_error(error: Exception) -> str:
 
 # Errors. jsonargparse refuses wrong options; the functions below put its message on one line with the nearest name.
 
-_MIN_SIMILARITY = 0.75
-_MAX_LISTED = 20
 _UNKNOWN = re.compile(
     r"Option '(.+?)' is not accepted|(?:Subcommand '\w+'|Group '(.+?)') does not accept option '(.+?)'"
     r"|unrecognized arguments: --([^ =]+)"
 )
 _REPEATED = re.compile(
-    r"Expected a path but|Does not validate against|Subtypes:|Errors:|Given value"
-    r"|Expected a <class '(?:NoneType|collections)|Subclass types expect|a class path \("
-    r"|a dict with|Unable to load config '"
+    r"Expected a path but|Does not validate|Subtypes:|Errors:|Given value|Subclass types expect|a class path \("
+    r"|Expected a <class '(?:NoneType|collections)|a dict with|Unable to load config '"
 )
 """Lines in which jsonargparse repeats an option's type or value."""
-_TYPE = re.compile(r"Expected an? (?:typing\.Literal\[(?P<choices>.+?)\]|<class '(?:\w+\.)*(?P<type>\w+)'>)")
-"""A type as Python writes it."""
 _CLASS = re.compile(
     r"(?:^|; )(?:Expected a dot import path string|Unexpected import path format|Not a valid subclass|Import path"
     r"|Expected an instantiatable class|unknown option '\w+'(?: of (?P<owner>\w+))?[;:]).*?(?:: (?P<name>\S+))?$"
@@ -150,34 +146,25 @@ def explain(parser: ArgumentParser, message: str) -> str:
     key = re.match(r'Parser key "(.+?)"', message)
     option = ".".join(match[1] for match in (key, re.search(r"NestedArg\(key='(.+?)'", message)) if match)
     lines = [re.sub(r'Parser key ".+?": ?', "", line.strip(" -")) for line in message.splitlines()]
-    lines = [line for line in dict.fromkeys(lines) if line and not _REPEATED.match(line)]
-    text = (
-        lines[0]
-        if lines[:1] and lines[0].startswith(("unknown", "the following"))
-        else "; ".join(lines).replace(":;", ":")
-    )
+    text = "; ".join(line for line in dict.fromkeys(lines) if line and not _REPEATED.match(line)).replace(":;", ":")
     value = re.search(r"Given value: (?!NestedArg|Namespace|[{\[])(.+)", message)
     if value and not text.endswith(f": {value[1]}"):
         text += f". Got value: {value[1]}"
     action: Any = next((action for action in parser._actions if key and action.dest == key[1]), None)
-    classes, error = _subclasses(action), _CLASS.search(text)
-    is_class = classes and not re.search(r"\bfloat\b", text)  # a learning rate may also be a class, torch's Tensor
-    if is_class and error and (not error["owner"] or re.search(rf"\b{error['owner']}\b", str(action._typehint))):
+    hint, error = str(getattr(action, "_typehint", "")), _CLASS.search(text)
+    classes = re.findall(r"\.(\w+)(?=,|$)", getattr(action, "extra_help", str)())  # the known subclasses in its help
+    classes = [name for name in classes if not re.search(rf"\b{name}\b", hint)]
+    takes_class = classes and "float" not in hint  # a learning rate may also be a class, torch's Tensor
+    if takes_class and error and (error["owner"] or "") in hint:
         nearest = suggest(error["name"] or "", classes)
-        form = "; write {class_path: NAME, init_args: {OPTION: VALUE}}"
-        text += nearest if nearest.startswith("; did you mean") else form + nearest
+        form = "" if "did you mean" in nearest else "; write {class_path: NAME, init_args: {OPTION: VALUE}}"
+        text += form + nearest
     elif "No module named" in text:
         text += "; set PYTHONPATH=. in the module's directory, or correct the name"
-    text = _TYPE.sub(lambda match: f"expected {match['type'] or 'one of ' + match['choices']}", text)
+    text = re.sub(r"Expected an? <class '(?:\w+\.)*(\w+)'>", r"expected \1", text)
+    text = re.sub(r"Expected a typing\.Literal\[(.+?)\]", r"expected one of \1", text)
     text = text.removeprefix(option.rpartition(".")[2] + ": ")
     return f"{option}: {text}" if option else text
-
-
-def _subclasses(action: argparse.Action | None) -> list[str]:
-    """Return the names of an option's known classes, from the text of its help."""
-    paths = getattr(action, "extra_help", str)().removeprefix(", known subclasses: ").split(", ")
-    bases = re.findall(r"\w+", str(getattr(action, "_typehint", "")))
-    return [name for name in (path.rpartition(".")[2] for path in paths) if name and name not in bases]
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -187,8 +174,6 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
     >>> suggest("precison", ["trainer.precision", "model.seed"])
     "; did you mean 'trainer.precision'?"
-    >>> suggest("gird.slot_size", ["grid", "base"])
-    "; did you mean 'grid'?"
     >>> suggest("x", ["model", "data"])
     '; choose one of data, model'
     """
@@ -197,27 +182,19 @@ def suggest(word: str, known: Iterable[str]) -> str:
     word = word.lower().replace("-", "_")
     first, last = word.partition(".")[0], word.rpartition(".")[2]
     for part in (word, last, *[first] * (first not in names)):
-        if close := get_close_matches(part, parts, n=1, cutoff=_MIN_SIMILARITY):
+        if close := get_close_matches(part, parts, n=1, cutoff=0.75):
             return f"; did you mean {parts[close[0]]!r}?"
-    return f"; choose one of {', '.join(names)}" if 0 < len(names) <= _MAX_LISTED else "; --help lists them"
+    return f"; choose one of {', '.join(names)}" if 0 < len(names) <= 20 else "; --help lists them"
 
 
 def locate(error: ValueError, components: Mapping[str, Any]) -> ValueError:
-    """Return an error of a component's ``__post_init__`` with the option that names the component.
-
-    Args:
-        error: The error of jsonargparse, which may contain the component's error among others.
-        components: Class and options of each component, by the option that names the component.
-    """
+    """Return the error of creating classes, with the option if a component in ``components`` (by option) causes it."""
     from lightning.pytorch.cli import instantiate_class  # imports torch, which only an error may
 
     for name, component in components.items():
-        try:
-            if component is not None:
+        with suppress(TypeError, AttributeError):  # None, or a component that needs further arguments
+            try:
                 instantiate_class((), component.as_dict())
-        except ValueError as reason:
-            if str(reason) in str(error):
+            except ValueError as reason:
                 return ValueError(f"{name}.{str(reason).removeprefix('objective.')}")
-        except (TypeError, AttributeError):  # a component that needs further arguments
-            continue
     return ValueError(explain(ArgumentParser(), str(error)))
