@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy.stats import bootstrap
 
 import refusion_lit
 from refusion_lit.decoding import Autoregressive, Decoder, SelfSpeculative
 from refusion_lit.evaluation.predictions import read_json_lines
 from refusion_lit.modeling.load import BackboneConfig, DType
+from refusion_lit.reports.intervals import bootstrap
 from refusion_lit.reports.results import environment
 from refusion_lit.types import Prompt, SamplingParams
 
@@ -119,18 +119,13 @@ def speed_over(title: str, *data: Sequence[float]) -> dict[str, Any]:
         title: Name of the other decoder in the result.
         data: Tokens and seconds of every prompt, then the same of the other decoder.
     """
-    figures: dict[str, Any] = {f"speed_over_{title}": round(_ratio(*data), 3)}
+    ratio = bootstrap(
+        lambda tokens, seconds, other_tokens, other_seconds: tokens / seconds * other_seconds / other_tokens, *data
+    )
+    figures: dict[str, Any] = {f"speed_over_{title}": round(ratio.estimate, 3)}
     if len(data[0]) > 7:  # fewer prompts say nothing of the spread
-        resampled = bootstrap(
-            data, _ratio, paired=True, vectorized=False, n_resamples=2000, rng=0, method="percentile"
-        ).confidence_interval
-        figures[f"speed_over_{title}_95"] = [round(float(resampled.low), 3), round(float(resampled.high), 3)]
+        figures[f"speed_over_{title}_95"] = [round(ratio.low, 3), round(ratio.high, 3)]
     return figures
-
-
-def _ratio(tokens: Any, seconds: Any, other_tokens: Any, other_seconds: Any) -> float:
-    """Return the speed as times another decoder's."""
-    return float(sum(tokens) / sum(seconds) * sum(other_seconds) / sum(other_tokens))
 
 
 def mask_cost(model: refusion_lit.TextModel, prompts: list[Prompt], max_new_tokens: int) -> dict[str, Any]:

@@ -1,49 +1,48 @@
-"""Confidence intervals over prompts, by scipy: percentile bootstrap, Wilson's and Newcombe's."""
+"""Confidence intervals over prompts: percentile bootstrap, Wilson's and Newcombe's."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from refusion_lit.utils.require import require
+
 NUM_RESAMPLES = 2000
 """Number of bootstrap resamples, drawn with seed 0. All intervals are 95 % intervals."""
-_LEVEL = 0.95
-_MAX_DRAWN = 1 << 22
-"""Maximum number of drawn prompts in memory (32 MB per column)."""
-
+_TAIL = 50 * (1 - 0.95)
+"""Percentage beyond each end of an interval."""
+_Z = 1.959963984540054
+"""Standard normal quantile of ``100 - _TAIL`` percent."""
 _MAX_DIGITS = 6
 """Smaller differences are rounding errors."""
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A point estimate with its 95 % confidence interval; all three values have the same unit."""
+class Interval(NamedTuple):
+    """A point estimate with its 95 % confidence interval, in the same unit; NaN where nothing is known."""
 
     estimate: float
-    low: float
-    high: float
+    low: float = math.nan
+    high: float = math.nan
 
 
-def format_interval(value: Interval, digits: int, *, signed: bool = False) -> tuple[str, str, str]:
-    """Return the texts of an estimate and the ends of its interval.
+def format_interval(value: Interval, digits: int, *, signed: bool = False) -> tuple[str, ...]:
+    """Return the texts of an estimate and the ends of its interval, without those that are unknown.
 
     An end gets more digits if it would be rounded to 0, because 0 says that the interval contains 0 or ends there.
 
     >>> format_interval(Interval(0.4, 0.02, 1.0), 1, signed=True)
     ('+0.40', '+0.02', '+1.00')
-    >>> format_interval(Interval(0.4, 0.0, 1.0), 1, signed=True)
-    ('+0.4', '0.0', '+1.0')
+    >>> format_interval(Interval(0.4), 1)
+    ('0.4',)
     """
-    numbers = [round(number, _MAX_DIGITS) for number in (value.estimate, value.low, value.high)]
+    numbers = [round(number, _MAX_DIGITS) for number in value if not math.isnan(number)]
     while any(end and not round(end, digits) for end in numbers[1:]):
         digits += 1
-    estimate, low, high = (f"{number:{'+' if signed and number else ''}.{digits}f}" for number in numbers)
-    return estimate, low, high
+    return tuple(f"{number:{'+' if signed and number else ''}.{digits}f}" for number in numbers)
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
@@ -53,7 +52,7 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -
         numerators: A value per prompt.
         denominators: A value per prompt, not all 0.
     """
-    return _bootstrap(_ratio, numerators, denominators)
+    return bootstrap(_ratio, numerators, denominators)
 
 
 def ratio_difference(
@@ -65,7 +64,7 @@ def ratio_difference(
         first: Numerators and denominators, a value per prompt.
         second: The other row's numerators and denominators, with the prompts in the same order.
     """
-    return _bootstrap(lambda a, b, c, d, axis: _ratio(a, b, axis) - _ratio(c, d, axis), *first, *second)
+    return bootstrap(lambda a, b, c, d: _ratio(a, b) - _ratio(c, d), *first, *second)
 
 
 def score_interval(values: Sequence[float]) -> Interval:
@@ -76,13 +75,11 @@ def score_interval(values: Sequence[float]) -> Interval:
     Args:
         values: A score from 0 to 100 per prompt; not empty.
 
-    >>> interval = score_interval([100.0] * 9 + [0.0])
-    >>> [round(value) for value in (interval.estimate, interval.low, interval.high)]
+    >>> [round(value) for value in score_interval([100.0] * 9 + [0.0])]
     [90, 60, 98]
     """
     if set(values) <= {0.0, 100.0}:
-        share = wilson(list(values).count(100.0), len(values))
-        return Interval(100 * share.estimate, 100 * share.low, 100 * share.high)
+        return Interval(*(100 * value for value in wilson(list(values).count(100.0), len(values))))
     return ratio_interval(values, [1.0] * len(values))
 
 
@@ -117,43 +114,34 @@ def wilson(num_hits: int, num_trials: int) -> Interval:
         num_hits: Number of hits; from 0 to ``num_trials``.
         num_trials: Number of trials; at least 1.
 
-    >>> interval = wilson(0, 10)
-    >>> [round(value, 2) for value in (interval.estimate, interval.low, interval.high)]
+    >>> [round(value, 2) for value in wilson(0, 10)]
     [0.0, 0.0, 0.28]
     """
-    from scipy.stats import binomtest  # takes about a second to import
-
-    limits = binomtest(num_hits, num_trials).proportion_ci(_LEVEL, method="wilson")
-    return Interval(num_hits / num_trials, float(limits.low), float(limits.high))
-
-
-def _bootstrap(statistic: Callable[..., NDArray[np.float64]], *columns: Sequence[float]) -> Interval:
-    """Return a statistic with its bootstrap interval; columns have a value per prompt."""
-    from scipy.stats import bootstrap  # takes about a second to import
-
-    data = [np.asarray(column, dtype=np.float64) for column in columns]
-    estimate = float(statistic(*data, axis=-1))
-    if len(data[0]) == 1:  # scipy refuses a single prompt, whose resamples are all the same
-        return Interval(estimate, estimate, estimate)
-    with warnings.catch_warnings():  # a resample without forwards has no ratio, and is left out below
-        warnings.filterwarnings("ignore", category=RuntimeWarning)
-        resamples = bootstrap(
-            data,
-            statistic,
-            paired=True,
-            vectorized=True,
-            n_resamples=NUM_RESAMPLES,
-            batch=max(1, _MAX_DRAWN // len(data[0])),
-            method="percentile",
-            rng=np.random.default_rng(0),
-        ).bootstrap_distribution
-    tail = 50 * (1 - _LEVEL)
-    low, high = np.nanpercentile(resamples, [tail, 100 - tail])
-    return Interval(estimate, float(low), float(high))
+    require(num_trials >= 1, "num_trials", "at least 1", num_trials, "count trials first")
+    require(0 <= num_hits <= num_trials, "num_hits", f"0 to {num_trials}", num_hits, "count hits among the trials")
+    share, scale = num_hits / num_trials, 2 * (num_trials + _Z**2)
+    centre = (2 * num_trials * share + _Z**2) / scale
+    half = _Z / scale * math.sqrt(4 * num_trials * share * (1 - share) + _Z**2)
+    # Without rounding, the ends are 0 and 1 exactly where all trials agree.
+    return Interval(share, centre - half if num_hits else 0.0, centre + half if num_hits < num_trials else 1.0)
 
 
-def _ratio(numerators: NDArray[np.float64], denominators: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-    """Divide totals along an axis; NaN where the denominators' total is 0."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        total = denominators.sum(axis=axis)
-        return np.where(total == 0, np.nan, numerators.sum(axis=axis) / total)
+def bootstrap(statistic: Callable[..., NDArray[np.float64]], *columns: Sequence[float]) -> Interval:
+    """Return a statistic with its percentile bootstrap interval.
+
+    Args:
+        statistic: A function of the columns' totals, which are arrays with a total per resample.
+        columns: Columns with a value per prompt; a resample draws the same prompts in all columns.
+    """
+    data = np.asarray(columns, dtype=np.float64)
+    num_prompts = data.shape[1]
+    generator = np.random.default_rng(0)
+    draws = (generator.integers(num_prompts, size=num_prompts) for _ in range(NUM_RESAMPLES))  # one in memory at a time
+    totals = np.stack([data.take(draw, axis=1).sum(axis=1) for draw in draws], axis=1)
+    low, high = np.nanpercentile(statistic(*totals), (_TAIL, 100 - _TAIL))
+    return Interval(float(statistic(*data.sum(axis=1))), float(low), float(high))
+
+
+def _ratio(numerators: NDArray[np.float64], denominators: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Divide totals; NaN where the denominator is 0, as in a resample without forwards."""
+    return numerators / np.where(denominators == 0, np.nan, denominators)
