@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,7 @@ from refusion_lit.cli.sweep import make_resolver, read_sweep, split_overrides
 from refusion_lit.evaluation.latency import LatencyOptions
 from refusion_lit.sweeps.launchers import Slurm
 from refusion_lit.sweeps.points import plan
-from refusion_lit.sweeps.running import run
-from support.forks import forking_command, start, wait
+from support.forks import start, wait
 
 TINY_OPTIONS = {name.removeprefix("--"): yaml.safe_load(value) for name, _, value in (o.partition("=") for o in TINY)}
 
@@ -50,9 +50,7 @@ def test_fit_then_test_with_a_point_that_fails(
         ],
     )
     arguments = ["sweep", "--config", sweep, "--directory", str(tmp_path / "out")]
-    with forking_command(tmp_path) as command, monkeypatch.context() as patch:
-        patch.setitem(run.__kwdefaults__, "command", command)
-        assert main(arguments) == 1
+    assert main(arguments) == 1
     output = capsys.readouterr()
     assert "1 of 2 points failed" in output.err
     assert re.search(r"^note: .* failed .*slot_size=8", output.err, re.MULTILINE)
@@ -267,32 +265,37 @@ def test_an_interrupt_says_how_to_resume(
     assert f"refusion-lit sweep --config {file} --resume" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the point's process in /proc")
-def test_a_sweep_killed_in_the_middle_resumes_to_the_results_of_an_undisturbed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the point's processes in /proc")
+def test_a_sweep_killed_in_the_middle_resumes_to_the_results_of_an_undisturbed_one(tmp_path: Path) -> None:
     options = {**TINY_OPTIONS, "trainer.max_steps": 12}
     grid = {"model.decoders.refusion.slot_size": [4, 8]}
     file = _write(tmp_path, subcommands=["fit", "test"], options=options, grid=grid)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     args = ["sweep", "--config", file, "--directory"]
-    with forking_command(tmp_path) as command, monkeypatch.context() as patch:
-        patch.setitem(run.__kwdefaults__, "command", command)
-        assert main([*args, str(whole)]) == 0
-        process = start([*args, str(killed)], tmp_path / "log")
-        second = killed / "points" / json.loads((whole / "sweep.json").read_text())["points"][1]
-        while process.is_alive() and not (second / "fit" / "metrics.csv").is_file():
-            time.sleep(0.005)
-        points = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        process.kill()
-        for point in points:
-            os.killpg(int(point), signal.SIGKILL)
-        assert wait(process) == -signal.SIGKILL
-        assert points
-        assert len(list(killed.glob("points/*/outcome.json"))) == 1  # the second point was not done
-        assert not (killed / "results.csv").exists()
-        assert main([*args, str(killed), "--resume"]) == 0
+    assert main([*args, str(whole)]) == 0
+    process = start([*args, str(killed)], tmp_path / "log")
+    second = killed / "points" / json.loads((whole / "sweep.json").read_text())["points"][1]
+    while process.is_alive() and not (second / "fit" / "metrics.csv").is_file():
+        time.sleep(0.005)
+    process.kill()
+    for pid in _find_processes(second / "log.txt"):
+        os.killpg(os.getpgid(pid), signal.SIGKILL)
+    assert wait(process) == -signal.SIGKILL
+    assert len(list(killed.glob("points/*/outcome.json"))) == 1  # the second point was not done
+    assert not (killed / "results.csv").exists()
+    assert main([*args, str(killed), "--resume"]) == 0
     assert _results(killed) == _results(whole)
+
+
+def _find_processes(output: Path) -> list[int]:
+    """Return the identifiers of the processes that print to a file, of which there is at least one."""
+    pids = []
+    for link in Path("/proc").glob("[0-9]*/fd/1"):
+        with suppress(OSError):
+            if link.readlink() == output:
+                pids.append(int(link.parts[2]))
+    assert pids
+    return pids
 
 
 def _results(directory: Path) -> tuple[list[dict[str, str]], list[dict[str, object]]]:

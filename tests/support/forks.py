@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import multiprocessing
 import os
-import signal
-import socket
 import sys
-import threading
 import traceback
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from refusion_lit.cli import main
 
@@ -25,6 +19,8 @@ def fork(work: Callable[[], int | None]) -> BaseProcess:
     """Run a function in a forked process; the function's return value is the exit code, 0 for ``None``."""
 
     def call() -> None:
+        # The server that forks sweeps' points is a child of the test's process alone.
+        forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]
         code = 1
         try:
             code = work() or 0
@@ -94,61 +90,3 @@ def drop_root_rights() -> None:
     for index in (0, 1):  # effective and permitted
         sets[index] &= ~0b110  # bit 1 is CAP_DAC_OVERRIDE, bit 2 is CAP_DAC_READ_SEARCH
     assert libc.capset(header, sets) == 0
-
-
-# Connects to the socket sys.argv[1], sends arguments, directory, environment and output files, and ends with the exit
-# code that comes back, or with 1 if none does.
-_CLIENT = """
-import json, os, socket, sys
-with socket.socket(socket.AF_UNIX) as server:
-    server.connect(sys.argv[1])
-    socket.send_fds(server, [json.dumps([sys.argv[2:], os.getcwd(), dict(os.environ)]).encode()], [0, 1, 2])
-    sys.exit(int(server.recv(9) or 1))
-"""
-
-
-@contextmanager
-def forking_command(folder: Path) -> Iterator[tuple[str, ...]]:
-    """Yield a command that behaves like ``refusion-lit`` but starts at once, for tests that need a real command.
-
-    The command is a small Python program. It sends its arguments, directory, environment and output files to this
-    process, which forks a process that runs ``main``. If the small program is killed, the forked process dies, too.
-    """
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(folder / "socket"))
-        server.listen()
-        process: Any = fork(lambda: _serve(server))
-        yield (sys.executable, "-S", "-c", _CLIENT, str(folder / "socket"))  # -S: no site, which is slow to import
-        process.kill()
-        process.join()
-
-
-def _serve(server: socket.socket) -> None:
-    """Fork a process for every command that a client sends."""
-    while True:
-        client, _ = server.accept()
-        fork(lambda client=client: _run_for(client))
-        client.close()
-
-
-def _run_for(client: socket.socket) -> None:
-    """Run the client's command with the client's files, directory and environment; send the exit code back."""
-    message, descriptors, *_ = socket.recv_fds(client, 1 << 20, 3)
-    args, directory, environment = json.loads(message)
-    for number, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, number)
-    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - it ends with the process
-    warnings.simplefilter("default")
-    threading.Thread(target=_die_with, args=(client,), daemon=True).start()
-    os.chdir(directory)
-    os.environ.clear()
-    os.environ.update(environment)
-    code = main(args)
-    sys.stdout.flush()
-    client.send(str(code).encode())
-
-
-def _die_with(client: socket.socket) -> None:
-    """Kill this process when the client is gone: a client sends nothing more, so its connection ends only with it."""
-    if not client.recv(1):
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +59,25 @@ def resolve(subcommand: str, config: dict[str, Any], options: dict[str, Any]) ->
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> list[str]:
-    path = tmp_path / "fake.py"
-    path.write_text(FAKE)
-    return [sys.executable, str(path)]
+def make_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Return a function that makes a module of a source text, which other processes can import by its name."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+
+    def make(source: str) -> str:
+        name = f"command_{len([*folder.iterdir()])}"
+        (folder / f"{name}.py").write_text(source)
+        return name
+
+    return make
+
+
+@pytest.fixture
+def module(make_module: Callable[[str], str]) -> str:
+    """Return the name of a module that stands for the command line."""
+    return make_module(FAKE)
 
 
 @pytest.fixture

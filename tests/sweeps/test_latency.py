@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ import yaml
 from refusion_lit.cli import main
 from refusion_lit.evaluation.latency import Entrant, Timings, measure_latency
 from refusion_lit.sweeps.latency import summary_sentence
-from refusion_lit.sweeps.running import run
-from support.forks import forking_command
+from support.forks import start, wait
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "tests" / "goldens" / "models" / "additions-clean"
@@ -41,14 +39,6 @@ def sweep_file(folder: Path, **options: object) -> str:
 
 
 @pytest.fixture
-def forked_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fork points from this process, so that they start without importing torch again."""
-    with forking_command(tmp_path) as command:
-        monkeypatch.setitem(run.__kwdefaults__, "command", command)
-        yield
-
-
-@pytest.fixture
 def timed_threads(monkeypatch: pytest.MonkeyPatch) -> dict[int, int | None]:
     """Record the threads per slot size with which a sweep measures speeds; measure with this process's threads."""
     threads = {}
@@ -62,7 +52,6 @@ def timed_threads(monkeypatch: pytest.MonkeyPatch) -> dict[int, int | None]:
     return threads
 
 
-@pytest.mark.usefixtures("forked_points")
 def test_every_point_is_timed_with_the_threads_of_its_test(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timed_threads: dict[int, int | None]
 ) -> None:
@@ -74,14 +63,16 @@ def test_every_point_is_timed_with_the_threads_of_its_test(
     assert timed_threads == {8: 1, 4: 2}
 
 
-@pytest.mark.usefixtures("forked_points")
-def test_omp_num_threads_applies_to_points_and_to_their_speeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timed_threads: dict[int, int | None]
+def test_omp_num_threads_applies_to_points_and_so_to_their_speeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     file = sweep_file(tmp_path, grid={}, options={**OPTIONS, "num_threads": 2})
-    assert main(["sweep", "--config", file, "--directory", str(tmp_path / "sweep")]) == 0
-    assert timed_threads == {8: 1}
+    # In a process of its own, because torch reads the variable when it is imported.
+    process = start(["sweep", "--config", file, "--directory", str(tmp_path / "sweep")], tmp_path / "log")
+    assert wait(process) == 0, (tmp_path / "log").read_text()
+    [results] = tmp_path.glob("sweep/points/*/test/results.json")
+    assert json.loads(results.read_text())["environment"]["hardware"]["num_threads"] == 1
 
 
 def test_omp_num_threads_is_refused_where_points_differ_in_threads(
@@ -94,7 +85,6 @@ def test_omp_num_threads_is_refused_where_points_differ_in_threads(
     assert not (tmp_path / "sweep").exists()
 
 
-@pytest.mark.usefixtures("forked_points")
 def test_decoders_of_all_points_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "sweep"
     arguments = ["sweep", "--config", sweep_file(tmp_path), "--directory", str(directory)]
@@ -148,4 +138,6 @@ def test_the_sentence_names_the_fastest_decoder_with_a_good_score() -> None:
     assert "4.7 times" in sentence
     assert "Fast" not in sentence
     assert summary_sentence(rows) is None
-    assert "No decoder" in str(summary_sentence([baseline, rows[2]]))
+    slower = str(summary_sentence([baseline, rows[2]]))
+    assert "No decoder" in slower
+    assert str(rows[2]["score"]) in slower

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.sweeps.launchers import Launcher
+from refusion_lit.sweeps.launchers import Launcher, Local
 from refusion_lit.sweeps.points import Resolve, Sweep, plan
 from refusion_lit.sweeps.running import list_points, locate_points
 from refusion_lit.sweeps.running import run as run_sweep
@@ -52,6 +52,8 @@ def run(args: list[str]) -> int:
         print(list_points(locate_points(directory, plan(sweep, file.parent.resolve(), make_resolver()))))
         print("dry run: the sweep writes these configs when it runs")
         return 0
+    if isinstance(sweep.launcher, Local):
+        sweep.launcher.preload("refusion_lit.cli.lightning")
     again = shlex.join([*args, *([] if "--resume" in args else ["--resume"])])
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:

@@ -87,24 +87,29 @@ def _entrants(folder: Path, results: Mapping[str, Any], point: Point) -> dict[st
 def summary_sentence(rows: Sequence[Mapping[str, Any]]) -> str | None:
     """Return a sentence on the fastest decoder whose score is at most two points below the baseline's; None without.
 
+    If all scores are lower, the sentence says so, and is on the fastest decoder of all with its score.
+
     Args:
         rows: Rows of the table, with ``score`` and ``latency``.
     """
     measured = [row for row in rows if get_nested(row, "latency.1")]
     baseline = next((row for row in measured if is_speed_baseline(row["latency"])), None)
-    if baseline is None:
+    others = [row for row in measured if row is not baseline]
+    if baseline is None or not others:
         return None
-    good = [row for row in measured if row is not baseline and row["score"] >= baseline["score"] - 0.02]
     name = baseline["class"]
-    if not good:
-        return f"No decoder has a score within two points of {name}."
-    best = max(good, key=lambda row: row["latency"]["1"]["times_baseline"][0])
+    good = [row for row in others if row["score"] >= baseline["score"] - 0.02]
+    best = max(good or others, key=lambda row: row["latency"]["1"]["times_baseline"][0])
     estimate, low, high = best["latency"]["1"]["times_baseline"]
-    text = f"At a score within two points of {name}, {best['class']} is the fastest one prompt at a time: "
-    text += f"{estimate:.1f} times as fast ({low:.1f} to {high:.1f})"
+    speed = f"{estimate:.1f} times as fast ({low:.1f} to {high:.1f})"
     batches = [
         f"{best['latency'][size]['times_baseline'][0]:.1f} times in batches of {size}"
         for size in sorted(best["latency"], key=int)
         if size != "1"
     ]
-    return f"{text}; {', '.join(batches)}." if batches else f"{text}."
+    speeds = "; ".join([speed, *([", ".join(batches)] if batches else [])])
+    figures = f"{best['class']} is the fastest one prompt at a time: {speeds}"
+    if good:
+        return f"At a score within two points of {name}, {figures}."
+    scores = f"its score is {best['score']:.3f}, {name}'s {baseline['score']:.3f}"
+    return f"No decoder has a score within two points of {name}. Of all, {figures}; {scores}."

@@ -1,20 +1,24 @@
 """Launchers run a sweep's points: as local processes, or as jobs on a SLURM cluster.
 
-A point's process runs the point's subcommands in order and writes ``outcome.json`` last.
+A point's process runs the point's subcommands in order and writes ``outcome.json`` last. On Linux, the processes on
+this machine are forks of a process that has imported the libraries, which takes seconds.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +31,7 @@ POINT = "point.json"
 LOG = "log.txt"
 LOCK = "lock"
 
-_PROGRAM = "import sys; from refusion_lit.sweeps.launchers import run_point; sys.exit(not run_point(*sys.argv[1:]))"
+_CAN_FORK = sys.platform == "linux"
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 5.0
 """Time between SIGTERM and SIGKILL when a running point is stopped."""
@@ -65,22 +69,29 @@ class Local(Launcher):
     def __post_init__(self) -> None:
         require_at_least("num_workers", self.num_workers, 1)
 
+    def preload(self, module: str) -> None:
+        """Import a module in the process that points are forked from; return at once."""
+        if _CAN_FORK:
+            multiprocessing.get_context("forkserver").set_forkserver_preload([module])
+            forkserver.ensure_running()
+
     def launch(self, folders: Sequence[Path]) -> Generator[dict[Path, str]]:
         """See :meth:`Launcher.launch`."""
         num_concurrent = min(self.num_workers, len(folders))
         waiting = list(reversed(folders))
-        running: dict[Path, subprocess.Popen[bytes]] = {}
+        running: dict[Path, BaseProcess] = {}
+        context: Any = multiprocessing.get_context("forkserver" if _CAN_FORK else "spawn")
         try:
             while waiting or running:
                 while waiting and len(running) < num_concurrent:
                     folder = waiting.pop()
-                    program = [sys.executable, "-c", _PROGRAM, str(folder), str(num_concurrent)]
-                    # A session makes a process group, which can be stopped with everything that the point starts.
-                    running[folder] = subprocess.Popen(program, stdin=subprocess.DEVNULL, start_new_session=True)
-                ended = [folder for folder, process in running.items() if process.poll() is not None]
+                    arguments = (str(folder), num_concurrent, os.getcwd(), dict(os.environ))
+                    running[folder] = context.Process(target=_run_in_session, args=arguments)
+                    running[folder].start()
+                ended = [folder for folder, process in running.items() if process.exitcode is not None]
                 for folder in ended:
                     _signal_group(running[folder], signal.SIGKILL)  # subprocesses may outlive the point
-                yield {folder: f"its process ended with exit code {running.pop(folder).returncode}" for folder in ended}
+                yield {folder: f"its process ended with exit code {running.pop(folder).exitcode}" for folder in ended}
                 time.sleep(_POLL_SECONDS)
         finally:
             for signal_number in (signal.SIGTERM, signal.SIGKILL):
@@ -88,14 +99,26 @@ class Local(Launcher):
                     _signal_group(process, signal_number)
                 deadline = time.monotonic() + _GRACE_SECONDS
                 for process in running.values():
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(timeout=max(0.0, deadline - time.monotonic()))
+                    process.join(timeout=max(0.0, deadline - time.monotonic()))
 
 
-def _signal_group(process: subprocess.Popen[bytes], signal_number: int) -> None:
+def _run_in_session(folder: str, num_concurrent: int, directory: str, environment: Mapping[str, str]) -> None:
+    """Run a point in a session, whose process group can be stopped with everything that the point starts."""
+    os.setsid()
+    os.chdir(directory)  # the process that this one was forked from may have another directory and environment
+    _set_environment(environment)
+    sys.exit(not run_point(folder, num_concurrent))
+
+
+def _signal_group(process: BaseProcess, signal_number: int) -> None:
     """Send a signal to a point's process and all its subprocesses; do nothing if they have ended."""
+    assert process.pid is not None  # the process has been started
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal_number)
+        try:
+            os.killpg(process.pid, signal_number)
+        except ProcessLookupError:
+            if process.is_alive():  # and has not made its session yet
+                os.kill(process.pid, signal_number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +184,7 @@ def _describe_end(job: Any) -> str:  # noqa: ANN401 - a job of submitit
     return f"its job {job.job_id} ended in state {job.state}" + (f": {error}" if error else "")
 
 
-def run_point(folder: str, num_concurrent: int | str = 1) -> bool:
+def run_point(folder: str, num_concurrent: int = 1) -> bool:
     """Run a point and write ``outcome.json``; hold the point's lock meanwhile.
 
     Args:
@@ -178,23 +201,42 @@ def run_point(folder: str, num_concurrent: int | str = 1) -> bool:
     lock = acquire_lock(directory / LOCK, folder, "other process of this point", "wait until it ends, or end it")
     environment = {name: value for name, value in os.environ.items() if name not in _OUTER_RUN}
     environment[NUM_CONCURRENT] = str(num_concurrent)
+    # A fork of a SLURM job's process would inherit submitit's handlers of signals.
+    is_forked = _CAN_FORK and multiprocessing.parent_process() is not None
+    context: Any = multiprocessing.get_context("fork" if is_forked else "spawn")
     start = time.monotonic()
     error = None
-    with (directory / LOG).open("wb") as log:
-        for subcommand, command in read_object(directory / POINT)["commands"].items():
-            shutil.rmtree(directory / subcommand, ignore_errors=True)
-            process = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, check=False
-            )
-            if process.returncode:
-                error = f"{subcommand} ended with exit code {process.returncode}:\n{tail(directory / LOG)}"
-                break
+    (directory / LOG).write_bytes(b"")
+    for subcommand, arguments in read_object(directory / POINT)["commands"].items():
+        shutil.rmtree(directory / subcommand, ignore_errors=True)
+        process = context.Process(target=_run_module, args=(arguments, str(directory / LOG), environment))
+        process.start()
+        process.join()
+        if process.exitcode:
+            error = f"{subcommand} ended with exit code {process.exitcode}:\n{tail(directory / LOG)}"
+            break
     if error is None and not (directory / "test" / "results.json").is_file():
         error = "test wrote no results.json"
     status = "finished" if error is None else "failed"
     write_json_atomically(directory / OUTCOME, {"status": status, "seconds": time.monotonic() - start, "error": error})
     lock.release()
     return error is None
+
+
+def _run_module(arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
+    """Run a module as ``python -m ARGUMENTS`` does, in this process, and append its output to a log."""
+    for path, flags, descriptors in ((os.devnull, os.O_RDONLY, [0]), (log, os.O_WRONLY | os.O_APPEND, [1, 2])):
+        opened = os.open(path, flags)
+        for descriptor in descriptors:
+            os.dup2(opened, descriptor)
+    _set_environment(environment)
+    sys.argv = list(arguments)
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+
+
+def _set_environment(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def tail(path: Path) -> str:

@@ -32,7 +32,7 @@ from refusion_lit.utils.require import require
 from refusion_lit.utils.rows import format_csv
 
 TableRow = dict[str, Any]
-COMMAND = (sys.executable, "-m", "refusion_lit.cli")
+MODULE = "refusion_lit.cli"
 _WEIGHTS = {".ckpt", ".safetensors", ".bin", ".pt", ".distcp"}
 """Suffixes of weight files. Other files beside them, such as a report or a model card, change no result."""
 
@@ -44,7 +44,7 @@ def run(
     resolve: Resolve,
     relative_to: str | Path = ".",
     resume: bool = False,
-    command: Sequence[str] = COMMAND,
+    module: str = MODULE,
     console: Console | None = None,
 ) -> list[TableRow]:
     """Run a sweep's points in separate processes and directories (``DIRECTORY/points/ID``).
@@ -58,7 +58,7 @@ def run(
             :func:`refusion_lit.cli.sweep.make_resolver` does it with the command line's parser.
         relative_to: Directory that the sweep's paths are relative to.
         resume: Whether the directory may exist already.
-        command: Command that takes a subcommand and its options.
+        module: Module that takes a subcommand and its options, as in ``python -m MODULE``.
         console: Where to show progress; standard error by default.
 
     Returns:
@@ -88,7 +88,7 @@ def run(
         write_json_atomically(directory / "sweep.json", {"swept": sweep.option_names, "points": names})
         unfinished = {folder: point for folder, point in points.items() if not is_finished(folder, point)}
         for folder, point in unfinished.items():
-            _prepare(folder, point, commands(folder, point, command))
+            _prepare(folder, point, commands(folder, point, module))
         outcomes = [path for path in (directory / "points").glob(f"*/{OUTCOME}") if path.parent.name not in names]
         if outcomes:
             text = f"{len(outcomes)} points of other options stay in {directory / 'points'}, but not in the table"
@@ -151,11 +151,11 @@ def _list_named_files(values: object) -> set[Path]:
     return set().union(*map(_list_named_files, children))
 
 
-def commands(folder: Path, point: Point, command: Sequence[str] = COMMAND) -> dict[str, list[str]]:
-    """Return the command lines of the point in a directory by subcommand."""
+def commands(folder: Path, point: Point, module: str = MODULE) -> dict[str, list[str]]:
+    """Return the arguments of ``python -m`` that run the point in a directory, by subcommand."""
     place = [f"--runs_dir={folder.parent}", f"--run_name={folder.name}"]
     lines = {
-        name: [*command, name, f"--config={folder / name}.yaml", *place, f"--run_version={name}"]
+        name: [module, name, f"--config={folder / name}.yaml", *place, f"--run_version={name}"]
         for name in point.configs
     }
     if "fit" in lines:
@@ -163,13 +163,14 @@ def commands(folder: Path, point: Point, command: Sequence[str] = COMMAND) -> di
     return lines
 
 
-def list_points(points: Mapping[Path, Point], command: Sequence[str] = COMMAND) -> str:
+def list_points(points: Mapping[Path, Point], module: str = MODULE) -> str:
     """List points with their states and command lines."""
     lines = []
     for number, (folder, point) in enumerate(points.items(), start=1):
         state = "finished" if is_finished(folder, point) else "to run"
         lines.append(f"[{number}/{len(points)}] {point.id} ({state}) {point.label}")
-        lines += [f"    {shlex.join(arguments)}" for arguments in commands(folder, point, command).values()]
+        for command in commands(folder, point, module).values():
+            lines += [f"    {shlex.join([sys.executable, '-m', *command])}"]
     return "\n".join(lines)
 
 
