@@ -69,12 +69,6 @@ class Local(Launcher):
     def __post_init__(self) -> None:
         require_at_least("num_workers", self.num_workers, 1)
 
-    def preload(self, module: str) -> None:
-        """Import a module in the process that points are forked from; return at once."""
-        if _CAN_FORK:
-            multiprocessing.get_context("forkserver").set_forkserver_preload([module])
-            forkserver.ensure_running()
-
     def launch(self, folders: Sequence[Path]) -> Generator[dict[Path, str]]:
         """See :meth:`Launcher.launch`."""
         num_concurrent = min(self.num_workers, len(folders))
@@ -100,6 +94,13 @@ class Local(Launcher):
                 deadline = time.monotonic() + _GRACE_SECONDS
                 for process in running.values():
                     process.join(timeout=max(0.0, deadline - time.monotonic()))
+
+
+def preload(module: str) -> None:
+    """Import a module in the process that local points are forked from; return at once."""
+    if _CAN_FORK:
+        multiprocessing.get_context("forkserver").set_forkserver_preload([module])
+        forkserver.ensure_running()
 
 
 def _run_in_session(folder: str, num_concurrent: int, directory: str, environment: Mapping[str, str]) -> None:
