@@ -287,6 +287,11 @@ def _noises_on_walk(results: Result, speeds: Result) -> str:
     return controlled.noises(results["runs"], speeds, "walk")
 
 
+@table("controlled_comparison choices", _CONTROLLED, _SPEEDS)
+def _choices(results: Result, speeds: Result) -> str:
+    return controlled.choices(results["runs"], speeds)
+
+
 @table("controlled_comparison untrained", _MORE)
 def _untrained(more: Result) -> str:
     return controlled.untrained(more)

@@ -234,6 +234,23 @@ def noises(runs: list[Run], speeds: Mapping[str, Any], task: str) -> str:
     return "\n".join(lines)
 
 
+def choices(runs: list[Run], speeds: Mapping[str, Any]) -> str:
+    """Return a Markdown table of score and speed of the noises among which users choose, by task."""
+    lines = [
+        "| noise, decoder | task | score | tokens/forward | alone | 16 | 64 |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    shown = ("hybrid", "masked", "block_clipped")
+    labels = [label for label, objective, settings in NOISES if objective in shown and settings != "llada"]
+    rows = {task: {row["label"]: row for row in noise_rows(runs, speeds, task)} for task in ("sheet", "walk")}
+    for label in labels:
+        for task, found in rows.items():
+            row = found[label]
+            cells = [label, task, _range(row["score"], ".2f"), _range(row["tokens_per_forward"], ".1f")]
+            lines.append(f"| {' | '.join([*cells, *map(_ratio, row['times'].values())])} |")
+    return "\n".join(lines)
+
+
 def _range(values: Sequence[float], spec: str) -> str:
     """Return an estimate with the ends of its interval; the estimate alone where all are written alike."""
     estimate, low, high = (f"{value:{spec}}" for value in values)
