@@ -18,7 +18,7 @@ from cli.conftest import QUICKSTART, TINY
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import RefusionCLI
 from refusion_lit.cli.resume import expand_resume
-from refusion_lit.cli.run_directory import Claim, claim
+from refusion_lit.cli.run_directory import Claim
 from refusion_lit.cli.trainer import _how_to_resume
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.files import acquire_lock, release_lock
@@ -291,7 +291,7 @@ def test_only_the_first_process_claims_a_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
 ) -> None:
     monkeypatch.setenv(launcher, "1")
-    assert claim(tmp_path / "run").lock is None
+    assert Claim(tmp_path / "run").lock is None
     assert not (tmp_path / "run").exists()
 
 
@@ -513,7 +513,8 @@ def test_a_name_that_is_no_text_is_refused_when_resumed(
 
 def test_the_commands_that_are_printed_are_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = tmp_path / "my runs" / "it's" / "version_0"
-    monkeypatch.setattr(RefusionCLI, "claim", Claim(run, created=[], lock=None))
+    monkeypatch.setenv("RANK", "1")  # the directory is not created
+    monkeypatch.setattr(RefusionCLI, "claim", Claim(run))
     assert shlex.split(_how_to_resume("fit", ""))[-4:] == ["refusion-lit", "fit", "--resume", str(run)]
 
 

@@ -2,55 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
 
 from refusion_lit.decoding import Generation, GenerationCallback, RowState
-
-
-class Pace(GenerationCallback):
-    """Counts the answers and tokens of a decoder, and moves the decoder's bar.
-
-    Attributes:
-        num_answers: Number of finished answers.
-        num_tokens: Number of committed tokens.
-        seconds: Time spent in calls of ``decode``.
-    """
-
-    def __init__(self, bars: Progress, task: TaskID) -> None:
-        self.num_answers = self.num_tokens = 0
-        self.seconds = 0.0
-        self._bars = bars
-        self._task = task
-        self._counted: dict[int, int] = {}
-        self._start = time.monotonic()
-
-    def begin(self) -> None:
-        """Begin a call of ``decode``, which numbers its prompts from 0."""
-        self._counted.clear()
-        self._start = time.monotonic() - self.seconds
-
-    def rate(self) -> str:
-        """Return tokens per second."""
-        return f"{self.num_tokens / self.seconds:,.0f} tokens/s" if self.seconds > 0 else "0 tokens/s"
-
-    def on_commit(self, index: int, state: RowState) -> None:
-        """Count new tokens."""
-        self._count(index, state.num_committed)
-
-    def on_finished(self, index: int, generation: Generation) -> None:
-        """Count an answer. The tokens after its EOS token, which were committed before, are subtracted."""
-        self.num_answers += 1
-        self._bars.advance(self._task)
-        self._count(index, generation.num_tokens)
-
-    def _count(self, index: int, num_tokens: int) -> None:
-        self.num_tokens += num_tokens - self._counted.get(index, 0)
-        self._counted[index] = num_tokens
-        self.seconds = time.monotonic() - self._start
-        self._bars.update(self._task, text=f"answers  {self.rate()}")
 
 
 class DecodingProgress(Progress):
@@ -58,9 +16,6 @@ class DecodingProgress(Progress):
 
     Args:
         console: Where to show the bars; standard error by default.
-
-    Attributes:
-        paces: Counts per decoder name.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -75,7 +30,12 @@ class DecodingProgress(Progress):
         # Speeds and times left are of the last 1 000 updates, which rich keeps, not of the last 30 seconds.
         options = {"transient": True, "disable": not console.is_interactive, "speed_estimate_period": float("inf")}
         super().__init__(*columns, console=console, **options)
-        self.paces: dict[str, Pace] = {}
+
+    def add_bar(self, name: str, total: float, completed: int = 0) -> Task:
+        """Add a bar; an infinite total is unknown."""
+        self.start()
+        self.add_task(name, total=total if math.isfinite(total) else None, completed=completed, text="")
+        return self.tasks[-1]
 
     def watch(self, name: str, total: int, finished: int = 0) -> GenerationCallback:
         """Return a callback for one call of ``decode``.
@@ -85,8 +45,29 @@ class DecodingProgress(Progress):
             total: Number of all answers.
             finished: Number of answers from an interrupted run.
         """
-        if name not in self.paces:
-            self.start()
-            self.paces[name] = Pace(self, self.add_task(name, total=total, completed=finished, text="answers"))
-        self.paces[name].begin()
-        return self.paces[name]
+        bar = next((bar for bar in self.tasks if bar.description == name), None)
+        return _Answers(self, bar or self.add_bar(name, total, finished))
+
+
+class _Answers(GenerationCallback):
+    """Moves a bar with the answers of one call of ``decode``, and shows the tokens per second of all calls."""
+
+    def __init__(self, bars: Progress, bar: Task) -> None:
+        self._bars, self._bar = bars, bar
+        self._counted: dict[int, int] = {}
+        self._num_tokens = bar.fields.get("num_tokens", 0)
+        self._start = time.monotonic() - bar.fields.get("seconds", 0.0)
+
+    def on_commit(self, index: int, state: RowState) -> None:
+        self._count(index, state.num_committed)
+
+    def on_finished(self, index: int, generation: Generation) -> None:
+        self._bars.advance(self._bar.id)
+        self._count(index, generation.num_tokens)  # without the tokens after its EOS token, which were committed before
+
+    def _count(self, index: int, num_tokens: int) -> None:
+        self._num_tokens += num_tokens - self._counted.get(index, 0)
+        self._counted[index] = num_tokens
+        seconds = time.monotonic() - self._start
+        text = f"answers  {self._num_tokens / max(seconds, 1e-9):,.0f} tokens/s"
+        self._bars.update(self._bar.id, text=text, num_tokens=self._num_tokens, seconds=seconds)

@@ -143,7 +143,8 @@ def _write_answers(options: Namespace) -> None:
         at_end.callback(writer.flush)
         at_end.callback(progress.stop)
         bar = [] if file is None else [progress.watch(decoder, len(requests), len(requests) - len(waiting))]
-        model.generate_ids(
+        start = time.monotonic()
+        rows = model.generate_ids(
             [token_ids[request.id] for request in waiting],
             decoder=setup.decoder,
             sampling=setup.sampling,
@@ -155,11 +156,8 @@ def _write_answers(options: Namespace) -> None:
             checked=True,
             **vars(setup.decoding),
         )
-    if file is None:
-        sys.stderr.write(f"{decoder}: {len(waiting)} answers\n")
-    else:
-        pace = progress.paces[decoder]
-        sys.stderr.write(f"{decoder}: {pace.num_answers} answers, {pace.rate()}, {options.output}\n")
+        speed = f"{sum(row.num_tokens for row in rows) / (time.monotonic() - start):,.0f} tokens/s"
+    sys.stderr.write(f"{decoder}: {len(rows)} answers{'' if file is None else f', {speed}, {options.output}'}\n")
 
 
 @dataclass(frozen=True)

@@ -283,7 +283,7 @@ class RefusionCLI(LightningCLI):
         if self.subcommand == "fit":
             for folder in (directory / "checkpoints", *resume.list_dirpaths(config.trainer.callbacks)):
                 require_writable(folder, "runs_dir" if folder.parent == directory else "trainer.callbacks.dirpath")
-        RefusionCLI.claim = run_directory.claim(directory)
+        RefusionCLI.claim = run_directory.Claim(directory)
 
     def instantiate_classes(self) -> None:
         """Create trainer, model and data.

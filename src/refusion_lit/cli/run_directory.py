@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,56 +61,51 @@ def next_version(folder: Path) -> str:
     return version
 
 
-@dataclass(frozen=True)
 class Claim:
-    """A run's directory, with the right of one process to write there.
+    """The right of one process to write into a run's directory, which is created and locked before any work.
 
     Attributes:
         directory: The directory.
-        created: Directories that this run created, the deepest first; empty if the run's directory existed.
-        lock: Lock against other processes; ``None`` on processes that do not write to the directory.
-    """
-
-    directory: Path
-    created: list[Path]
-    lock: Lock | None
-
-    def release(self, *, failed: bool) -> None:
-        """Unlock the directory; remove the directories of a run that failed without a result."""
-        if self.lock is None:
-            return
-        release_lock(self.lock)
-        if failed and self.created and all(map(_is_beginning, self.directory.rglob("*"))):
-            shutil.rmtree(self.directory, ignore_errors=True)
-            with suppress(OSError):  # a directory that another run uses is not empty
-                for parent in self.created[1:]:
-                    parent.rmdir()
-
-
-def claim(directory: Path) -> Claim:
-    """Create and lock a run's directory before any work; only the run's first process does so.
+        lock: Lock against other processes; ``None`` on all processes of a run but the first, which write nothing.
 
     Raises:
         ValueError: If nothing can be written there, or another run is writing there.
     """
-    # Not Lightning's rank: Lightning reads it once on import, so that a forked process has the rank of its parent.
-    rank = next((os.environ[name] for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), "0")
-    if int(rank) > 0:
-        return Claim(directory, [], None)
-    created = [path for path in (directory, *directory.parents) if not path.exists()]
-    for name in (CONFIG, ENVIRONMENT, RESULTS, METRICS):
-        is_free = not (directory / name).is_dir()
-        got = f"{directory / name}, which is a directory"
-        require(is_free, "runs_dir", f"a place for the file {name}", got, "remove it, or choose another run_version")
-    fix = "wait for it, or choose another name"
-    try:
-        lock = acquire_lock(directory / ".lock", "run_version", f"other process that writes to {directory}", fix)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ValueError(
-            f"runs_dir: expected a directory that can be written, got {directory} ({reason}); choose another one."
-        ) from error
-    return Claim(directory, created, lock)
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.lock: Lock | None = None
+        # Not Lightning's rank: Lightning reads it once on import, so that a forked process has the rank of its parent.
+        rank = next((os.environ[name] for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID") if name in os.environ), "0")
+        if int(rank) > 0:
+            return
+        self._created = [path for path in (directory, *directory.parents) if not path.exists()]
+        for name in (CONFIG, ENVIRONMENT, RESULTS, METRICS):
+            is_free = not (directory / name).is_dir()
+            got = f"{directory / name}, which is a directory"
+            require(
+                is_free, "runs_dir", f"a place for the file {name}", got, "remove it, or choose another run_version"
+            )
+        fix = "wait for it, or choose another name"
+        try:
+            lock = directory / ".lock"
+            self.lock = acquire_lock(lock, "run_version", f"other process that writes to {directory}", fix)
+        except OSError as error:
+            got = f"{directory} ({error.strerror or error})"
+            raise ValueError(
+                f"runs_dir: expected a directory that can be written, got {got}; choose another one."
+            ) from error
+
+    def release(self, *, failed: bool) -> None:
+        """Unlock the directory; remove the directories that a failed run created, unless they hold a result."""
+        if self.lock is None:
+            return
+        release_lock(self.lock)
+        if failed and self._created and all(map(_is_beginning, self.directory.rglob("*"))):
+            shutil.rmtree(self.directory, ignore_errors=True)
+            with suppress(OSError):  # a directory that another run uses is not empty
+                for parent in self._created[1:]:
+                    parent.rmdir()
 
 
 def _is_beginning(path: Path) -> bool:
@@ -154,23 +148,18 @@ def find_moved_files(config: Namespace | dict[str, Any], written: Mapping[Path, 
     for path, values in written.items():
         folder = read_object(path.with_name(ENVIRONMENT)).get(_WORKING_DIRECTORY) if path.name == CONFIG else None
         for name in _FILES if isinstance(folder, str) else ():
-            group, _, option = name.rpartition(".")
-            options, value = get_nested(config, group), get_nested(values, name)
-            if options is None or value is None or options.get(option) != value:
+            value = get_nested(values, name)
+            if value is None or get_nested(config, name) != value:
                 continue  # the command line names another file
-            paths = value if isinstance(value, list) else [value]
-            existing = [_find(text, Path(str(folder))) for text in paths]
-            if existing != paths:
-                options[option] = existing if isinstance(value, list) else existing[0]
-                files = ", ".join(existing)
-                changes.append(f"{name}: {files}, relative to the directory in which the run of {path} started")
+            files = [Path(text) for text in (value if isinstance(value, list) else [value])]
+            existing = [file if file.exists() or not (folder / file).exists() else folder / file for file in files]
+            if existing != files:
+                group, _, option = name.rpartition(".")
+                texts = [str(file) for file in existing]
+                get_nested(config, group)[option] = texts if isinstance(value, list) else texts[0]
+                start = f"relative to the directory in which the run of {path} started"
+                changes.append(f"{name}: {', '.join(texts)}, {start}")
     return changes
-
-
-def _find(path: str, folder: Path) -> str:
-    """Return a path in a folder if the path exists only there."""
-    is_elsewhere = not Path(path).exists() and (folder / path).exists()
-    return str(folder / path) if is_elsewhere else path
 
 
 class SaveRun(SaveConfigCallback):
@@ -179,16 +168,14 @@ class SaveRun(SaveConfigCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Note the run's directory. All processes must do so, because Lightning synchronizes them for it."""
         self.directory = Path(trainer.log_dir or trainer.default_root_dir)
-        # A resumed run keeps the config that it was started with.
-        resumed = self.config.model.resume or continues(self.config, self.directory)
-        self._is_resumed = resumed and (self.directory / CONFIG).is_file()
         self.save_to_log_dir = False  # save_config writes the files
         # The config of a training is also given to a test, which must not land in the directory of the training.
         self.config.run_version = None
-        self._changed: dict[str, object] = {}
-        self._dropped: dict[str, object] = {}
-        self._unwritten: dict[str, object] | None = None
-        if self._is_resumed:
+        self._changed: dict[str, object] | None = None  # the options that a resumed run changes
+        self._unwritten: dict[str, Any] | None = None
+        # A resumed run keeps the config that it was started with.
+        resumed = self.config.model.resume or continues(self.config, self.directory)
+        if resumed and (self.directory / CONFIG).is_file():
             before = read_yaml(self.directory / CONFIG, "resume")
             find_moved_files(before, {self.directory / CONFIG: deepcopy(before)})
             now = yaml.safe_load(self.parser.dump(self.config, skip_none=False, skip_validation=True))
@@ -202,41 +189,36 @@ class SaveRun(SaveConfigCallback):
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
         """Write the config and ``environment.json``; called on the first process alone."""
         assert isinstance(pl_module, SlotDiffusionModule)
-        described = environment(self.config.get("seed_everything"))
-        folder = str(Path.cwd())
-        text = self.parser.dump(self.config, skip_none=False, skip_validation=True)
-        if self._is_resumed:  # keep the command that started the run, and record the command that resumes it
-            before = read_object(self.directory / ENVIRONMENT) or described
-            folder = before.get(_WORKING_DIRECTORY, folder)
-            resumed = {"command": described["command"], "changed": self._changed}
-            last = [{}, *before.get("resumed", ())][-1].get("changed", {})
-            self._dropped = {name: value for name, value in last.items() if name not in {*self._changed, *_LENGTHS}}
-            described |= {"command": before.get("command"), "resumed": [*before.get("resumed", ()), resumed]}
-        record = {**described, _WORKING_DIRECTORY: folder}
-        if self._is_resumed and stage == "fit":
+        record = {**environment(self.config.get("seed_everything")), _WORKING_DIRECTORY: str(Path.cwd())}
+        if self._changed is None:
+            write_atomically(
+                self.directory / CONFIG, self.parser.dump(self.config, skip_none=False, skip_validation=True)
+            )
+        else:  # keep the command that started the run, and record the command that resumes it
+            before = {**record, **read_object(self.directory / ENVIRONMENT)}
+            resumed = [*before.get("resumed", ()), {"command": record["command"], "changed": self._changed}]
+            record |= {name: before[name] for name in ("command", _WORKING_DIRECTORY)} | {"resumed": resumed}
+        if self._changed is not None and stage == "fit":
             self._unwritten = record  # until training has taken the options
         else:
             write_json_atomically(self.directory / ENVIRONMENT, record)
-        if not self._is_resumed:
-            write_atomically(self.directory / CONFIG, text)
         pl_module.evaluation.config = read_run_config(self.directory)
-        pl_module.evaluation.environment = described
+        pl_module.evaluation.environment = {n: value for n, value in record.items() if n != _WORKING_DIRECTORY}
 
     def on_train_batch_start(self, *_: object) -> None:
         """Record that a run is resumed, after all options were accepted."""
         if self._unwritten is None:
             return
         write_json_atomically(self.directory / ENVIRONMENT, self._unwritten)
+        last, changed = ([{}] + [resumed.get("changed", {}) for resumed in self._unwritten["resumed"]])[-2:]
         self._unwritten = None
-        names = sorted(self._changed.keys() - _LENGTHS)
-        if names:
+        if names := sorted(changed.keys() - _LENGTHS):
             kept = f"{CONFIG} keeps the options of the start, {ENVIRONMENT} records the change"
             rank_zero_warn(f"resumed with options that differ from the start of the run: {', '.join(names)}; {kept}")
-        if self._dropped:
-            dropped = ", ".join(f"{name} ({value})" for name, value in self._dropped.items())
+        if dropped := [f"{name} ({value})" for name, value in last.items() if name not in {*changed, *_LENGTHS}]:
             rank_zero_warn(
-                f"options that the last resumption changed have the values of {CONFIG} again: {dropped}; give them "
-                "again to keep the change"
+                f"options that the last resumption changed have the values of {CONFIG} again: {', '.join(dropped)}; "
+                "give them again to keep the change"
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +9,6 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
-from rich.progress import Task, TaskID
 
 from refusion_lit.cli.decoding_progress import DecodingProgress
 from refusion_lit.decoding import GenerationCallback
@@ -52,25 +50,24 @@ class TrainerProgress(ProgressBar):
         self.print(
             f"training {size:,} parameters" if trained == size else f"training {trained:,} of {size:,} parameters"
         )
-        self._add("training", trainer.estimated_stepping_batches, trainer.global_step)
+        self._steps = self._bars.add_bar("training", trainer.estimated_stepping_batches, trainer.global_step)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:  # noqa: ANN401 - Lightning's arguments
         """Move the bar of the steps."""
-        text = ", ".join(filter(None, (_losses(trainer), _pace(self._steps))))
-        self._bars.update(self._steps.id, completed=trainer.global_step, text=text)
+        self._bars.update(self._steps.id, completed=trainer.global_step, text=self._describe(trainer))
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Show the bar of the validation's batches."""
         num_batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        self._batches = self._add("validation", sum(num_batches) if isinstance(num_batches, list) else num_batches)
+        self._batches = self._bars.add_bar("validation", sum(num_batches))
 
     def on_validation_batch_end(self, *_: Any) -> None:  # noqa: ANN401 - Lightning's arguments
         """Move the validation bar."""
-        self._bars.advance(self._batches)
+        self._bars.advance(self._batches.id)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Remove the validation bar; within a training, print a line with the losses."""
-        self._bars.remove_task(self._batches)
+        self._bars.remove_task(self._batches.id)
         if trainer.state.fn != TrainerFn.FITTING:
             self._stop()
         elif not trainer.sanity_checking:
@@ -78,7 +75,7 @@ class TrainerProgress(ProgressBar):
             total, seconds_left = self._steps.total, self._steps.time_remaining
             step = f"{trainer.global_step}" if total is None else f"{trainer.global_step}/{total:.0f}"
             time_left = "" if seconds_left is None else f"{timedelta(seconds=seconds_left)} left"
-            self.print(f"step {step}: {', '.join(filter(None, (_losses(trainer), _pace(self._steps), time_left)))}")
+            self.print(f"step {step}: {', '.join(filter(None, (self._describe(trainer), time_left)))}")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Remove the bars, and print the last losses. A validation loss of an earlier step names the step."""
@@ -86,13 +83,9 @@ class TrainerProgress(ProgressBar):
         self._stop()
         self.print(": ".join(filter(None, (line, _losses(trainer, self._validated_step)))))
 
-    @property
-    def _steps(self) -> Task:
-        return self._bars.tasks[0]
-
-    def _add(self, name: str, total: float, completed: int = 0) -> TaskID:
-        self._bars.start()
-        return self._bars.add_task(name, total=total if math.isfinite(total) else None, completed=completed, text="")
+    def _describe(self, trainer: L.Trainer) -> str:
+        pace = f"{self._steps.speed:.2f} steps/s" if self._steps.speed else ""
+        return ", ".join(filter(None, (_losses(trainer), pace)))
 
     def _stop(self, *_: Any, **__: Any) -> None:  # noqa: ANN401 - the arguments of several hooks
         """Remove the bars before a test's table, after predictions, and before an error."""
@@ -100,10 +93,6 @@ class TrainerProgress(ProgressBar):
         self._bars = DecodingProgress(self._bars.console)
 
     on_test_epoch_end = on_predict_end = on_exception = _stop
-
-
-def _pace(steps: Task) -> str:
-    return f"{steps.speed:.2f} steps/s" if steps.speed else ""
 
 
 def _losses(trainer: L.Trainer, validated_step: int | None = None) -> str:
