@@ -146,8 +146,10 @@ def find_moved_files(config: Namespace | dict[str, Any], written: Mapping[Path, 
     """
     changes = []
     for path, values in written.items():
-        folder = read_object(path.with_name(ENVIRONMENT)).get(_WORKING_DIRECTORY) if path.name == CONFIG else None
-        for name in _FILES if isinstance(folder, str) else ():
+        folder = read_object(path.with_name(ENVIRONMENT)).get(_WORKING_DIRECTORY)
+        if path.name != CONFIG or not isinstance(folder, str):
+            continue
+        for name in _FILES:
             value = get_nested(values, name)
             if value is None or get_nested(config, name) != value:
                 continue  # the command line names another file

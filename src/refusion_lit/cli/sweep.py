@@ -118,20 +118,16 @@ def read_sweep(file: Path) -> Sweep:
     Raises:
         ValueError: If it is missing or wrong.
     """
-    from refusion_lit.evaluation.latency import LatencyOptions  # imports torch
-
     values = {name: value for name, value in read_yaml(file, "config").items() if value is not None}
     parser = OneLineParser(prog="refusion-lit sweep")
-    components = {"launcher": Launcher, "latency": LatencyOptions}
-    parser.add_class_arguments(Sweep, skip=set(components))
-    for name, kind in components.items():
-        parser.add_argument(f"--{name}", type=kind | None)
+    parser.add_class_arguments(Sweep, skip={"launcher"})
+    parser.add_argument("--launcher", type=Launcher | None)  # without the options of the default launcher
     try:
         parsed = parser.parse_values(values)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     # The other values stay as they are written: the parser would read a text such as '8' as a number.
-    return Sweep(**{name: parsed[name] if name in components else value for name, value in values.items()})
+    return Sweep(**{**values, **{name: parsed[name] for name in ("launcher", "latency") if name in values}})
 
 
 def make_resolver() -> Resolve:
@@ -172,7 +168,7 @@ def make_resolver() -> Resolve:
         source = str(resolved.get("ckpt_path") or "")
         is_here = Path(source).exists() or not (source.endswith(".ckpt") or Path(source).is_absolute())
         require(is_here, "ckpt_path", "a checkpoint or directory that exists, or a hub id", source, "correct the path")
-        model: Any = strategies.parse([f"--{name}={json.dumps(resolved['model'][name])}" for name in kinds])
+        model: Any = strategies.parse_values({name: resolved["model"][name] for name in kinds})
         Evaluation(model.decoders or {}, model.sampling, model.decoding)  # refuses options that do not fit together
         return resolved
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,10 +73,11 @@ class Sweep:
             require(len(values) > 0, f"grid.{name}", "a list of at least one value", values, "write it as [VALUE, ...]")
         entries = {name for entry in self.entries for name in entry}
         places = {"grid": set(self.grid), "entries": entries, "options": set(self.options)}
-        for (first, names), (second, others) in itertools.combinations(places.items(), 2):
-            if repeated := sorted(names & others):
+        for name in sorted(set().union(*places.values())):
+            first, *others = [place for place, names in places.items() if name in names]
+            if others:
                 raise ValueError(
-                    f"{repeated[0]}: expected once, got it in {first} and in {second}; remove it from {second}."
+                    f"{name}: expected once, got it in {first} and in {others[0]}; remove it from {others[0]}."
                 )
 
     def override(self, options: Config) -> Sweep:
@@ -85,10 +87,9 @@ class Sweep:
             return {name: value for name, value in values.items() if name not in options}
 
         lists = {name: values for name, values in options.items() if isinstance(values, list)}
-        single = {name: value for name, value in options.items() if name not in lists}
+        shared = without(self.options) | {name: value for name, value in options.items() if name not in lists}
         entries = [entry for entry in map(without, self.entries) if entry]
-        grid, shared = without(self.grid) | lists, without(self.options) | single
-        return replace(self, options=shared, grid=grid, entries=entries)
+        return replace(self, options=shared, grid=without(self.grid) | lists, entries=entries)
 
     @property
     def option_names(self) -> tuple[str, ...]:
@@ -138,9 +139,7 @@ def plan(sweep: Sweep, directory: Path, resolve: Resolve) -> list[Point]:
     Raises:
         ValueError: If a file is missing or a point is invalid; the message names the point.
     """
-    base: Config = {}
-    for name in sweep.base:
-        base = overlay(base, read_yaml(directory / name, "base"))
+    base = reduce(overlay, (read_yaml(directory / name, "base") for name in sweep.base), {})
     points: dict[str, Point] = {}
     for options in sweep.combinations():
         try:

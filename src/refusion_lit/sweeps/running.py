@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -192,19 +190,17 @@ class _Bar(Progress):
 
     def __init__(self, console: Console, name: str) -> None:
         super().__init__(console=console, disable=not console.is_terminal)
-        self._task = self.add_task(name, total=None)
-        self._name = name
-        self._tenth = 0
-        self._start = time.monotonic()
+        self.add_task(name, total=None)
 
     def show(self, num_done: float, total: float) -> None:
         """Show how much is done."""
-        self.update(self._task, completed=num_done, total=total)
-        tenth = int(10 * num_done / total)
-        if not self.console.is_terminal and self._tenth < tenth < 10:
-            self._tenth = tenth
-            left = (time.monotonic() - self._start) * (total - num_done) / num_done
-            _print_line(self.console, f"{self._name}: {10 * tenth} % done, about {left:.0f} s left")
+        (bar,) = self.tasks
+        num_done = max(num_done, bar.completed)  # a file that is being rewritten shows no steps
+        before, tenth = int(10 * bar.completed / total), int(10 * num_done / total)
+        self.update(bar.id, completed=num_done, total=total)
+        if not self.console.is_terminal and before < tenth < 10:
+            left = (bar.elapsed or 0.0) * (total - num_done) / num_done
+            _print_line(self.console, f"{bar.description}: {10 * tenth} % done, about {left:.0f} s left")
 
 
 def _launch(launcher: Launcher, points: dict[Path, Point], console: Console) -> None:
@@ -229,17 +225,16 @@ def _share_done(folder: Path, point: Point) -> float:
     """Return the share of a point that is done: of its training's steps, or 1 if the point has ended."""
     if (folder / OUTCOME).exists():
         return 1.0
-    num_steps = get_nested(point.configs, "fit.trainer.max_steps")
+    num_steps = get_nested(point.configs, "fit.trainer.max_steps") or 0
     metrics = folder / "fit" / "metrics.csv"
     try:
-        with metrics.open(encoding="utf-8", newline="") as lines:
-            names = next(csv.reader(lines))
-        # The file grows, so only its end is parsed; the first line there may be cut, or is the header.
-        rows = csv.DictReader(tail(metrics).splitlines()[1:], names)
-        steps = [int(row["step"]) for row in rows if (row.get("step") or "").isdigit()]
-    except (OSError, KeyError, StopIteration):
+        with metrics.open(encoding="utf-8") as lines:
+            column = next(lines).strip().split(",").index("step")
+        # The file grows, so only its end is read, of which the last line may be cut.
+        step = int(tail(metrics).splitlines()[-2].split(",")[column])
+    except (OSError, ValueError, LookupError, StopIteration):  # no step yet
         return 0.0
-    return 0.95 * min(max(steps, default=0) / num_steps, 1) if num_steps and num_steps > 0 else 0.0
+    return 0.95 * min(step / num_steps, 1) if num_steps > 0 else 0.0
 
 
 def _print_line(console: Console, line: str) -> None:
@@ -272,10 +267,13 @@ def collect_rows(points: Mapping[Path, Point], option_names: Sequence[str]) -> l
             **{name: point.options.get(name) for name in option_names},
         }
         for decoder, figures in results.get("results", {None: {}}).items():
-            about = {"decoder": decoder, "class": get_nested(results, f"decoders.{decoder}.class"), "mismatch": None}
-            if figures:
-                about["mismatch"] = "; ".join(results["mismatches"].get(decoder, []))
+            mismatch = "; ".join(results["mismatches"].get(decoder, [])) if figures else None
+            about = {
+                "decoder": decoder,
+                "class": get_nested(results, f"decoders.{decoder}.class"),
+                "mismatch": mismatch,
+            }
             speeds = read_latency(results).get(decoder)
             rows.append({**common, **about, **figures, **({"latency": speeds} if speeds else {})})
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    return [{name: row.get(name) for name in columns} for row in rows]
+    columns = dict.fromkeys(name for row in rows for name in row)
+    return [{**columns, **row} for row in rows]
