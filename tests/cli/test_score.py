@@ -12,7 +12,7 @@ import pytest
 from cli.conftest import QUICKSTART, REPOSITORY
 from refusion_lit.cli import main
 from refusion_lit.evaluation.predictions import read_json_lines
-from refusion_lit.reports.runs import read_runs
+from refusion_lit.reports.rows import read_rows
 from refusion_lit.sandbox.runner import LAYERS, Sandbox
 from tasks.test_code import HUMANEVAL, runs_code
 
@@ -189,6 +189,6 @@ def test_from_a_test_over_scoring_to_the_report(tmp_path: Path, capsys: pytest.C
     scored = ["score", str(file), f"--task={task[0]}", f"--task.{task[1]}", "--allow_code_execution"]
     assert main(scored) == 0
     assert json.loads(capsys.readouterr().out)["score"] == 0.5
-    (read,), notes = read_runs([run])
-    assert [p.score for p in read.predictions["refusion"].values()] == [1.0, 0.0]
+    (read,), notes = read_rows([run])
+    assert [p.score for p in read.predictions.values()] == [1.0, 0.0]
     assert any("predictions_refusion.scored.jsonl" in note for note in notes)

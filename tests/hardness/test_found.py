@@ -13,7 +13,7 @@ from hardness.malformed import nest_lists
 from refusion_lit.cli.generate import read_prompts
 from refusion_lit.cli.lightning import RefusionCLI, parse_only
 from refusion_lit.evaluation.predictions import PredictionsFile
-from refusion_lit.reports.runs import read_runs
+from refusion_lit.reports.rows import read_rows
 from refusion_lit.utils.files import meta_path, read_yaml
 
 
@@ -155,6 +155,6 @@ def test_predictions_out_of_range_are_left_out_of_a_report(tmp_path: Path, chang
     line = {"id": "0", "prompt": "p", "response": "r", "score": 1.0, "num_tokens": 2, "num_forwards": 1}
     (tmp_path / "results.json").write_text(json.dumps({"results": {"d": {"score": 1.0, "num_prompts": 1}}}))
     (tmp_path / "predictions_d.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps({**line, 'id': '1', **change})}\n")
-    (run,), notes = read_runs([tmp_path])
-    assert list(run.predictions["d"]) == ["0"]
+    (row,), notes = read_rows([tmp_path])
+    assert list(row.predictions) == ["0"]
     assert any("line 2: not a prediction" in note for note in notes)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hardness.malformed import MARKUP, NUM_EXAMPLES, PHASES, damaged_files, with_replaced_values
 from refusion_lit.reports.comparison import compare
-from refusion_lit.reports.runs import read_runs
+from refusion_lit.reports.rows import read_rows
 from refusion_lit.reports.tables import csv_table, latex_table, markdown_table
 from refusion_lit.reports.write import html_report
 from reports.samples import prediction, write_run
@@ -46,7 +46,7 @@ def test_predictions(run: Path, data: st.DataObject) -> None:
         lines += data.draw(st.lists(with_replaced_values(line(20)), max_size=3))
         content = data.draw(damaged_files("\n".join(lines).encode("utf-8", "surrogatepass"), max_edits=1))
         (run / f"predictions_{name}.jsonl").write_bytes(content)
-    comparison = compare(*read_runs([run]), None)
+    comparison = compare(*read_rows([run]), None)
     page = html_report(comparison)
     for text in (page, markdown_table(comparison), latex_table(comparison), csv_table(comparison)):
         text.encode()

@@ -143,7 +143,7 @@ def test_unknown_names_are_refused_with_the_known_ones(
         ({}, ["project", "refusion-lit test"]),
         ({"call_shapes": {"one": ["1 2"]}}, ["call_shapes", "five whole numbers"]),
         ({"call_shapes": {"one": 3}}, ["call_shapes"]),
-        ({"call_shapes": ["1 1 1 1 1"]}, ["call_shapes", "mappings"]),
+        ({"call_shapes": ["1 1 1 1 1"]}, ["call_shapes", "a mapping"]),
     ],
 )
 def test_runs_without_counts_are_refused(

@@ -17,7 +17,7 @@ from scipy.stats import binomtest
 from refusion_lit.evaluation.predictions import write_predictions
 from refusion_lit.reports.comparison import compare
 from refusion_lit.reports.plots import curves_plot, speed_plot
-from refusion_lit.reports.runs import read_runs, read_scores
+from refusion_lit.reports.rows import read_rows, read_scores
 from refusion_lit.reports.tables import markdown_table, print_comparison
 from refusion_lit.reports.write import html_report, report_results, write_report
 from refusion_lit.types import ModelTraits
@@ -66,10 +66,10 @@ def test_a_field_of_another_type_is_named(field: str, tmp_path: Path) -> None:
     write_run(tmp_path / "good", {"a": predictions([1.0])})
     path = write_run(tmp_path / "bad", {"a": predictions([1.0])}) / "results.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), field: [1]}))
-    with pytest.raises(ValueError, match=re.escape(f"{path}: expected mappings, got '{field}'")):
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {field}: expected a mapping, got [1]")):
         write_report([path.parent])
-    runs, notes = read_runs([tmp_path])
-    assert [run.name for run in runs] == ["good"]
+    rows, notes = read_rows([tmp_path])
+    assert [row.run for row in rows] == ["good"]
     assert field in notes[0]
 
 
@@ -90,14 +90,13 @@ def test_fields_may_be_null(tmp_path: Path) -> None:
 def test_rows_have_intervals_differences_and_marks(tmp_path: Path) -> None:
     good, bad = predictions([1.0] * 20, forwards=1), predictions([0.0] * 20, forwards=5)
     run = write_run(tmp_path / "run", {"good": good, "bad": bad}, mismatches={"bad": ["another attention"]})
-    comparison = compare(*read_runs([run]), "bad")
+    comparison = compare(*read_rows([run]), "bad")
     first, second = comparison.rows
     assert (first.score.estimate, first.score.low, first.tokens_per_forward.high) == pytest.approx((100, WILSON_20, 10))
     assert (first.on_front, second.on_front) == (True, False)
-    (difference,) = comparison.differences
-    assert difference.score is not None
-    assert (difference.row.label, difference.num_shared) == ("good", 20)
-    assert difference.score.low == pytest.approx(100 - math.hypot(100 - WILSON_20, 100 - WILSON_20))
+    (compared,) = comparison.compared
+    assert (compared.label, len(compared.shared)) == ("good", 20)
+    assert compared.score_difference.low == pytest.approx(100 - math.hypot(100 - WILSON_20, 100 - WILSON_20))
     markdown = markdown_table(comparison)
     assert "| bad (ReFusion) * |" in markdown
     assert "| good (ReFusion) |" in markdown
@@ -114,7 +113,7 @@ def test_a_printed_table_marks_decoders_that_do_not_fit_and_is_whole_in_a_file(
     monkeypatch.setenv("COLUMNS", "50")  # of the terminal that the command was typed in
     lines = predictions([1.0], tokens=10, forwards=4)
     run = write_run(tmp_path / "run", {"a_decoder_with_a_name": lines, "odd": lines}, mismatches={"odd": ["another"]})
-    print_comparison("1 prompts, batch size 7", compare(*read_runs([run])))
+    print_comparison("1 prompts, batch size 7", compare(*read_rows([run])))
     text = capsys.readouterr().out
     assert "1 prompts, batch size 7" in text
     assert "the model was not trained for this decoder" in text
@@ -130,10 +129,9 @@ def test_differences_are_paired_by_prompt_id(tmp_path: Path) -> None:
     one = [prediction(f"p{i}", 1.0, 8, 2) for i in range(6)]
     two = [prediction(f"p{i}", 0.0 if i < 6 else 1.0, 8, 1) for i in reversed(range(3, 9))]
     first, second = write_run(tmp_path / "a", {"d": one}), write_run(tmp_path / "b", {"d": two})
-    (difference,) = compare(*read_runs([first, second])).differences
-    assert (difference.num_shared, difference.num_only_row, difference.num_only_baseline) == (3, 3, 3)
-    assert difference.score is not None
-    assert difference.score.estimate == -100  # over the three shared prompts; over all prompts it is -50
+    (compared,) = compare(*read_rows([first, second])).compared
+    assert (len(compared.shared), compared.num_only_row, compared.num_only_baseline) == (3, 3, 3)
+    assert compared.score_difference.estimate == -100  # over the three shared prompts; over all prompts it is -50
     files = write_report([first, second], tmp_path / "out", formats=("html", "markdown"))
     page = _page(files[0]).text
     assert "have different prompts: 3 shared, 3 only in the first, 3 only in the second" in page
@@ -148,9 +146,9 @@ def test_ids_with_different_prompts_or_references_are_not_paired(tmp_path: Path)
     two = [prediction(f"p{i}", 0.0, text=f"seed 2, {i}" if i < 3 else "same") for i in range(4)]
     two[2] = {**one[2], "reference": "another", "score": 0.0}
     runs = [write_run(tmp_path / name, {"d": lines}) for name, lines in (("a", one), ("b", two))]
-    (difference,) = compare(*read_runs(runs)).differences
-    assert (difference.num_shared, difference.num_differing) == (1, 3)
-    assert (difference.num_only_row, difference.num_only_baseline) == (0, 0)
+    (compared,) = compare(*read_rows(runs)).compared
+    assert (len(compared.shared), compared.num_differing) == (1, 3)
+    assert (compared.num_only_row, compared.num_only_baseline) == (0, 0)
     files = write_report(runs, tmp_path / "out", formats=("html", "markdown"))
     page = _page(files[0]).text
     assert "1 shared, 0 only in the first, 0 only in the second, 3 with the same id but another prompt" in page
@@ -168,7 +166,7 @@ def test_the_front_leaves_out_rows_with_other_prompts(tmp_path: Path) -> None:
     many = {name: predictions([1.0, 1.0, 0.0, 0.0], forwards=forwards) for name, forwards in (("a", 2), ("b", 4))}
     few = {"lucky": predictions([1.0, 1.0], forwards=1)}
     paths = [write_run(tmp_path / "many", many), write_run(tmp_path / "few", few)]
-    comparison = compare(*read_runs(paths))
+    comparison = compare(*read_rows(paths))
     assert [(row.name, row.on_front, row.has_other_prompts) for row in comparison.rows] == [
         ("many: a", True, False), ("many: b", False, False), ("few: lucky", False, True),
     ]  # fmt: skip
@@ -176,16 +174,16 @@ def test_the_front_leaves_out_rows_with_other_prompts(tmp_path: Path) -> None:
     assert "few: lucky" in note
     page = write_report(paths, tmp_path / "out")[0].read_text()
     assert page.count('<tr class="front">') == 1
-    assert compare(*read_runs(paths[1:])).notes == []
+    assert compare(*read_rows(paths[1:])).notes == []
 
 
 def test_speeds_of_concurrent_points_are_left_out(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"a": predictions([1.0, 0.0])})
-    assert "| 123 |" in markdown_table(compare(*read_runs([run])))
+    assert "| 123 |" in markdown_table(compare(*read_rows([run])))
     results = json.loads((run / "results.json").read_text())
     results["environment"]["num_concurrent"] = 2
     (run / "results.json").write_text(json.dumps(results))
-    comparison = compare(*read_runs([run]))
+    comparison = compare(*read_rows([run]))
     assert "123" not in markdown_table(comparison)
     assert "num_workers" in comparison.notes[0].replace("\\", "")
 
@@ -201,7 +199,7 @@ def test_speeds_of_short_decodes_are_called_uncertain_unless_they_were_measured_
         results["results"]["a"]["seconds"] = seconds
         results["latency_results"] = latency
         (run / "results.json").write_text(json.dumps(results))
-        assert ("set latency" in markdown_table(compare(*read_runs([run])))) == is_uncertain
+        assert ("set latency" in markdown_table(compare(*read_rows([run])))) == is_uncertain
 
 
 def test_tables_and_plots_for_papers(tmp_path: Path) -> None:
@@ -235,7 +233,7 @@ def test_the_axis_of_speeds_has_plain_numbers(speeds: tuple[float, ...], tmp_pat
     }
     results["latency_results"] = {"baseline": "decoder0", "decoders": decoders}
     (run / "results.json").write_text(json.dumps(results))
-    picture = ElementTree.fromstring(speed_plot(compare(*read_runs([run]))))
+    picture = ElementTree.fromstring(speed_plot(compare(*read_rows([run]))))
     texts = ["".join(text.itertext()) for text in picture.iter(f"{SVG}text")]
     title = next(i for i, text in enumerate(texts) if text.startswith("tokens per second"))
     ticks = [float(text) for text in texts[:title] if text]  # the texts before the title of the axis
@@ -251,11 +249,11 @@ def test_the_baseline_of_speeds_is_also_the_default_baseline_of_scores(tmp_path:
         "decoders": {name: {"1": {"tokens_per_second": 9.0, "times_baseline": r}} for name, r in ratios.items()},
     }
     (run / "results.json").write_text(json.dumps(results))
-    comparison = compare(*read_runs([run]))
+    comparison = compare(*read_rows([run]))
     assert comparison.baseline == "slow"
-    assert {difference.row.label for difference in comparison.differences} == {"first", "last"}
+    assert {row.label for row in comparison.compared} == {"first", "last"}
     # The speeds stay what they are, whatever the scores are compared with.
-    again = compare(*read_runs([run]), "last")
+    again = compare(*read_rows([run]), "last")
     for text, interval in ((markdown_table(again), "2.00 [1.50, 2.50]"), (html_report(again), "1.50 to 2.50")):
         assert "as fast as slow" in text
         assert interval in text
@@ -263,13 +261,13 @@ def test_the_baseline_of_speeds_is_also_the_default_baseline_of_scores(tmp_path:
 
 def test_a_sweep_has_a_row_for_each_point(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "sweep")
-    comparison = compare(*read_runs([sweep]))
+    comparison = compare(*read_rows([sweep]))
     assert len({m.label for m in comparison.rows}) == 6
     assert comparison.rows[0].label == "refusion (slot_size=4, slot_threshold=0.5)"
     assert comparison.rows[0].score.estimate == pytest.approx(100 / 3)
     assert [m.tokens_per_forward.estimate for m in comparison.rows[-2:]] == pytest.approx([14 / 2, 14 / 3])
     assert any("slot_size=99" in note and "out of memory" in note for note in comparison.notes)
-    alone = compare(*read_runs([sweep / "points" / "00" / "test" / "results.json"]))
+    alone = compare(*read_rows([sweep / "points" / "00" / "test" / "results.json"]))
     assert [row.label for row in alone.rows] == ["refusion"]
 
 
@@ -280,7 +278,7 @@ def test_rows_are_in_the_order_of_the_grid_with_a_column_for_each_option(tmp_pat
         options = {"model.decoders.refusion.slot_size": size, "model.decoders.refusion.slot_threshold": threshold}
         write_run(tmp_path / "points" / identity / "test", {"refusion": predictions([1.0])}, options=options)
     (tmp_path / "sweep.json").write_text(json.dumps({"points": ids}))
-    comparison = compare(*read_runs([tmp_path]))
+    comparison = compare(*read_rows([tmp_path]))
     assert [tuple(m.options.values()) for m in comparison.rows] == [(str(a), str(b)) for a, b in grid]
     files = write_report([tmp_path], tmp_path / "out", formats=("html", "markdown"))
     head = [text for tag, text in _page(files[0]).texts if tag == "th"]
@@ -295,7 +293,7 @@ def test_decoders_of_points_are_an_option_only_where_their_names_are_equal(
     for i, name in enumerate(names):
         options = {"seed": i, "model.decoders": {name: {"class_path": "ReFusion", "init_args": {"slot_size": i}}}}
         write_run(tmp_path / str(i) / "test", {name: predictions([1.0])}, options=options)
-    comparison = compare(*read_runs([tmp_path]))
+    comparison = compare(*read_rows([tmp_path]))
     assert ("model.decoders" in comparison.option_names) == is_shown
     assert len({row.label for row in comparison.rows}) == 2
 
@@ -305,7 +303,7 @@ def test_columns_of_options_with_the_same_last_name_have_longer_names(tmp_path: 
         options = {"model.decoders.a.slot_size": i, "model.decoders.b.slot_size": -i, "seed": i}
         options["model.decoders.a"] = {"class_path": f"x.y.Class{i}", "init_args": {"long": "x" * 500}}
         write_run(tmp_path / str(i) / "test", {"a": predictions([1.0])}, options=options)
-    comparison = compare(*read_runs([tmp_path]))
+    comparison = compare(*read_rows([tmp_path]))
     assert list(comparison.option_names.values()) == ["a.slot_size", "b.slot_size", "seed", "a"]
     assert comparison.rows[1].options["model.decoders.a"] == f"Class1(long={'x' * 25}..."
 
@@ -393,25 +391,25 @@ def test_table_heads_have_a_scope(tmp_path: Path) -> None:
 
 def test_a_run_next_to_a_sweep_has_no_options(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"refusion": predictions([1.0] * 3)})
-    comparison = compare(*read_runs([run, write_sweep(tmp_path / "sweep")]))
+    comparison = compare(*read_rows([run, write_sweep(tmp_path / "sweep")]))
     assert comparison.rows[0].label == "run: refusion"
     assert comparison.rows[1].label == "sweep: refusion (slot_size=4, slot_threshold=0.5)"
 
 
 def test_directories_with_the_same_name_are_distinct_sources(tmp_path: Path) -> None:
     first, second = (write_run(tmp_path / name / "run", {"d": predictions([1.0])}) for name in "ab")
-    assert len({row.method for row in compare(*read_runs([first, second])).rows}) == 2
+    assert len({row.method for row in compare(*read_rows([first, second])).rows}) == 2
 
 
 def test_a_baseline_given_by_decoder_is_the_one_of_the_same_run(tmp_path: Path) -> None:
     for name, base in (("x", 1.0), ("y", 0.0)):
         write_run(tmp_path / "s" / name, {"base": predictions([base] * 4), "other": predictions([1.0] * 4)})
-    actual = read_runs([tmp_path / "s"])
+    actual = read_rows([tmp_path / "s"])
     assert [row.label for row in compare(*actual).rows] == ["base [x]", "other [x]", "base [y]", "other [y]"]
-    assert [d.score.estimate for d in compare(*actual, "base").differences if d.score] == [0.0, 100.0]
-    apart = read_runs([tmp_path / "s" / "x", tmp_path / "s" / "y"])
+    assert [row.score_difference.estimate for row in compare(*actual, "base").compared] == [0.0, 100.0]
+    apart = read_rows([tmp_path / "s" / "x", tmp_path / "s" / "y"])
     for before in ("x", f"{tmp_path}/s/x/"):
-        found_baselines = [d.baseline.label for d in compare(*apart, before).differences]
+        found_baselines = [row.baseline.label for row in compare(*apart, before).compared]
         assert found_baselines == ["x: base", "x: other"]
     with pytest.raises(ValueError, match=r"baseline: expected one of base, other.*got 'none'"):
         compare(*actual, "none")
@@ -427,11 +425,11 @@ def test_incomplete_runs_are_read_as_far_as_possible(tmp_path: Path, capsys: pyt
     for name, content in (("other", '{"exact_match": 1}'), ("damaged", "{")):
         (run / name).mkdir()
         (run / name / "results.json").write_text(content)
-    comparison = compare(*read_runs([run]))
+    comparison = compare(*read_rows([run]))
     a, b, gone = comparison.rows
     assert (len(a.predictions), a.score.estimate) == (2, 75)  # the second p0 is a repetition
     assert b.score.estimate == 0
-    assert (gone.has_intervals, gone.score.estimate) == (False, 100)
+    assert (gone.score.estimate, math.isnan(gone.score.low)) == (100, True)
     notes = " ".join(comparison.notes)
     assert "predictions_a.jsonl, line 4" in notes
     assert "no predictions of gone" in notes
@@ -448,7 +446,7 @@ def test_a_number_of_prompts_that_is_missing_or_smaller_than_the_largest_is_said
     del results["results"]["c"]["num_prompts"]
     (run / "results.json").write_text(json.dumps(results))
     (run / "predictions_c.jsonl").unlink()
-    rows = markdown_table(compare(*read_runs([run]))).splitlines()[2:5]
+    rows = markdown_table(compare(*read_rows([run]))).splitlines()[2:5]
     assert [row.split(" | ")[1] for row in rows] == ["2", "1 of 2", "unknown"]
 
 
@@ -475,7 +473,7 @@ def test_unknown_formats_are_refused(tmp_path: Path) -> None:
 
 def test_markdown_escapes_names(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"a_b|50%&<x>": predictions([1.0])})
-    comparison = compare(*read_runs([run]))
+    comparison = compare(*read_rows([run]))
     row = markdown_table(comparison).splitlines()[2]
     assert r"a\_b\|50%&amp;&lt;x&gt;" in row
     assert len(re.findall(r"(?<!\\)\|", row)) == 10
@@ -495,9 +493,9 @@ def test_later_scores_bring_their_metrics_along(tmp_path: Path) -> None:
     del results["results"]["d"]["tokens_per_second"]  # as of an older version
     (run / "results.json").write_text(json.dumps(results))
     rescore(run, [1.0, 0.0])
-    [actual], _ = read_runs([run])
-    assert actual.results["results"]["d"]["score"] == 0.5
-    assert actual.results["results"]["d"]["half"] == 0.25
+    [row], _ = read_rows([run])
+    assert row.figures["score"] == 0.5
+    assert row.figures["half"] == 0.25
     card = model_card("m", TRAITS, None, [run])
     assert "value: 0.5" in card
     assert "| 0.250 |" in card
@@ -508,8 +506,8 @@ def test_scores_of_some_predictions_only_are_left_out(tmp_path: Path) -> None:
     """The test was resumed after it had been scored."""
     run = write_run(tmp_path / "run", {"d": predictions([0.0, 0.0])})
     rescore(run, [1.0])
-    [actual], notes = read_runs([run])
-    assert [prediction.score for prediction in actual.predictions["d"].values()] == [0.0, 0.0]
+    [row], notes = read_rows([run])
+    assert [prediction.score for prediction in row.predictions.values()] == [0.0, 0.0]
     assert "predictions_d.scored.jsonl scores other predictions" in notes[0]
 
 
@@ -517,8 +515,8 @@ def test_points_that_a_sweep_had_before_are_left_out(tmp_path: Path) -> None:
     root = write_sweep(tmp_path / "sweep")
     for points, num_failed in ((["01", "00", "99"], 1), (["01", "00"], 0)):
         (root / "sweep.json").write_text(json.dumps({"swept": [], "points": points}))
-        runs, notes = read_runs([root])
-        assert [run.name for run in runs] == ["points/01/test", "points/00/test"]
+        rows, notes = read_rows([root])
+        assert [row.run for row in rows] == ["points/01/test", "points/00/test"]
         assert sum("A point of the sweep failed" in note for note in notes) == num_failed
 
 
@@ -537,7 +535,7 @@ def test_a_checkpoint_at_the_root_has_no_training(tmp_path: Path) -> None:
         ({"results": {"d": {"score": 1, "tokens_per_forward": None}}}, "tokens_per_forward: expected a number, got"),
         ({"results": {"d": {"score": 1, "num_calls": "2"}}}, "results.d.num_calls: expected a number, got '2'"),
         ({"batch_size": "64"}, "batch_size: expected a number, got '64'"),
-        ({"decoders": {"d": "ReFusion"}}, "expected mappings, got 'decoders.d'"),
+        ({"decoders": {"d": "ReFusion"}}, "decoders.d: expected a mapping, got 'ReFusion'"),
     ],
 )
 def test_a_figure_that_is_no_number_is_named(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -545,4 +543,4 @@ def test_a_figure_that_is_no_number_is_named(changed: dict[str, Any], message: s
     results = json.loads((run / "results.json").read_text()) | changed
     (run / "results.json").write_text(json.dumps(results))
     with pytest.raises(ValueError, match=message):
-        read_runs([run])
+        read_rows([run])

@@ -18,9 +18,9 @@ from refusion_lit.modeling.drafter import DrafterOrigin
 from refusion_lit.modeling.formats import CheckpointFormat
 from refusion_lit.modeling.published import published_config
 from refusion_lit.modeling.saving import PROGRAM_OPTIONS, has_own_decoder
-from refusion_lit.reports.results import ENVIRONMENT, RESULTS, describe_environment, read_results, read_run_config
-from refusion_lit.reports.runs import read_all_scores
-from refusion_lit.reports.tables import FIGURES, MISMATCH, cells, escape_markdown, with_metrics
+from refusion_lit.reports.results import ENVIRONMENT, RESULTS, describe_environment, read_run_config
+from refusion_lit.reports.rows import read_test
+from refusion_lit.reports.tables import MISMATCH, figure_columns, format_markdown
 from refusion_lit.utils.files import check_fingerprint, read_object
 from refusion_lit.utils.nested import get_nested
 from refusion_lit.utils.require import require
@@ -101,10 +101,6 @@ def model_card(
         mask_token_id=backbone.special_tokens.mask_token_id,
         published_values=published_config(backbone, published, layout) if published and layout else {},
         tests=tests,
-        figures=FIGURES,
-        cells=cells,
-        with_metrics=with_metrics,
-        escape=escape_markdown,
         mismatch=MISMATCH,
         environment=describe_environment(read_object(run / ENVIRONMENT)) if run else {},
         config=yaml.safe_dump(_without_unset(config), sort_keys=False, width=120).strip() if config else "",
@@ -171,17 +167,17 @@ def _eval_results(test: Mapping[str, Any]) -> Iterator[EvalResult]:
 
 def _read_test(directory: Path, weights: str | None) -> dict[str, Any]:
     """Read a test's ``results.json``; refuse a test with other weights."""
-    path = directory / RESULTS
-    results = read_results(path)
-    expected = f"the results of `refusion-lit test` in {path}"
-    require(results is not None, "results", expected, "another file", "test the model again")
-    assert results is not None
+    rows = read_test(directory / RESULTS, [])
+    expected = f"the results of `refusion-lit test` in {directory / RESULTS}"
+    require(bool(rows), "results", expected, "another file", "test the model again")
+    results = rows[0].results
     for fingerprint in results["fingerprints"].values():
         check_fingerprint("results", str(directory), {"weights": fingerprint.get("weights")}, {"weights": weights},
                           fix="Give the directory of a test of this checkpoint")  # fmt: skip
-    read_all_scores(directory, results, [])
-    task = str(get_nested(results, "config.data.task.class_path") or "")
-    return {"tested": "test split", "task": task.rpartition(".")[2], **results}
+    names = [(f"`{row.decoder}`" + r" \*" * bool(row.mismatches),) for row in rows]
+    columns = figure_columns([row.figures for row in rows], metrics=results["metrics"])
+    task = str(get_nested(results, "config.data.task.class_path") or "").rpartition(".")[2]
+    return {"tested": "test split", "task": task, **results, "table": format_markdown([("decoder", names), *columns])}
 
 
 def _without_unset(value: Any) -> Any:  # noqa: ANN401 - YAML

@@ -14,9 +14,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from refusion_lit.reports.comparison import Comparison, ComparisonRow
+from refusion_lit.reports.comparison import Comparison
 from refusion_lit.reports.intervals import Interval
-from refusion_lit.reports.runs import Run
+from refusion_lit.reports.rows import ReportRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,35 +49,28 @@ STYLE = """
 
 def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
     """Plot score over tokens per forward with intervals and Pareto front; return an SVG, PDF or PNG file."""
-    methods: dict[str, list[ComparisonRow]] = {}
+    methods: dict[str, list[ReportRow]] = {}
     for row in comparison.rows:
         methods.setdefault(row.method, []).append(row)
     names = [
         f"{method}{rows[0].title.removeprefix(rows[0].name)}{' *' * any(row.mismatches for row in rows)}"
         for method, rows in methods.items()
     ]
+    numbers = {method: number for number, method in enumerate(methods)}
     front = sorted(_coordinates(row) for row in comparison.rows if row.on_front)
-    with _figure(names) as (figure, ax):
-        ax.set_xlabel("tokens per forward")
-        ax.set_ylabel("score in %")
+    titles = [describe_point(row, comparison) for row in comparison.rows]
+    with _figure(names, "tokens per forward", "score in %") as (figure, ax):
         if len(comparison.rows) > 1:
             ax.plot(*zip(*front, strict=True), "o-", color=_GREY, alpha=0.35, linewidth=7, markersize=22,
                     markerfacecolor="none", markeredgewidth=3, clip_on=False)  # fmt: skip
         for number, rows in enumerate(methods.values()):
             if len(rows) > 1 and len(rows[0].options) < 2:  # points over two options do not form a curve
-                ax.plot(
-                    *zip(*sorted(map(_coordinates, rows)), strict=True), **_style(number, ""), alpha=0.6, linewidth=1
-                )
-        numbers = {method: number for number, method in enumerate(methods)}
-        titles = {}
-        for i, row in enumerate(comparison.rows):
-            titles[f"point-{i}"] = describe_point(row, comparison)
-            is_hollow = bool(row.mismatches or row.has_other_prompts)
-            _draw_point(ax, numbers[row.method], row.tokens_per_forward, row.score, f"point-{i}", is_hollow=is_hollow)
+                line = zip(*sorted(map(_coordinates, rows)), strict=True)
+                ax.plot(*line, **_style(number, ""), alpha=0.6, linewidth=1)
+        _draw_scores(ax, comparison.rows, [(numbers[row.method], row.tokens_per_forward) for row in comparison.rows])
         ax.set_xlim(left=max(ax.get_xlim()[0], 0))
-        _limit_scores(ax)
         title = f"Score in percent over tokens per forward of {len(comparison.rows)} rows; the table has the values"
-        return _save(figure, form, title, titles)
+        return _save(figure, title, titles, form)
 
 
 def speed_plot(comparison: Comparison) -> str:
@@ -89,39 +82,49 @@ def speed_plot(comparison: Comparison) -> str:
     from matplotlib.ticker import LogFormatter
 
     rows = [row for row in comparison.rows if "1" in row.latency]
-    with _figure([row.name for row in rows]) as (figure, ax):
-        ax.set_xlabel("tokens per second, one prompt at a time (log scale)")
-        ax.set_ylabel("score in %")
+    speeds = [row.latency["1"]["tokens_per_second"] for row in rows]
+    ratios = [Interval(*row.latency["1"]["times_baseline"]) for row in rows]
+    titles = [
+        f"{row.title}: score {row.score.estimate:.1f} %, {speed:.0f} tokens/s alone, {ratio.estimate:.2f} times the "
+        "baseline"
+        for row, speed, ratio in zip(rows, speeds, ratios, strict=True)
+    ]
+    x_name = "tokens per second, one prompt at a time (log scale)"
+    with _figure([row.name for row in rows], x_name, "score in %") as (figure, ax):
         ax.set_xscale("log")
         ax.xaxis.set_major_formatter(LogFormatter())  # plain numbers: the default writes formulas, which are not parsed
         ax.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.5)))
-        titles = {}
-        for number, row in enumerate(rows):
-            speed, (estimate, low, high) = row.latency["1"]["tokens_per_second"], row.latency["1"]["times_baseline"]
-            y, baseline = row.score.estimate, speed / estimate
-            gid = f"point-{number}"
-            titles[gid] = f"{row.title}: score {y:.1f} %, {speed:.0f} tokens/s alone, {estimate:.2f} times the baseline"
-            _draw_point(ax, number, Interval(speed, low * baseline, high * baseline), row.score, gid)
-            ax.annotate(row.title, (speed, y), textcoords="offset points", xytext=(10, 8), fontsize=11)
-        _limit_scores(ax)
-        return _save(figure, "svg", "Score in percent over tokens per second, one prompt at a time", titles).decode()
+        intervals = [
+            Interval(speed, *(end * (speed / ratio.estimate) for end in ratio[1:]))
+            for speed, ratio in zip(speeds, ratios, strict=True)
+        ]
+        _draw_scores(ax, rows, list(enumerate(intervals)))
+        for row, speed in zip(rows, speeds, strict=True):
+            place = speed, row.score.estimate
+            ax.annotate(row.title, place, textcoords="offset points", xytext=(10, 8), fontsize=11)
+        title = "Score in percent over tokens per second, one prompt at a time"
+        return _save(figure, title, titles).decode()
 
 
-def _limit_scores(ax: Axes) -> None:
-    """End the vertical axis, whose unit is percent, just beyond 0 and 100, without ticks beyond them."""
+def _draw_scores(ax: Axes, rows: Sequence[ReportRow], places: Sequence[tuple[int, Interval]]) -> None:
+    """Draw the scores of rows with their intervals; end the vertical axis just beyond 0 and 100 percent.
+
+    Args:
+        ax: The axes.
+        rows: The rows.
+        places: A row's colour number and horizontal interval.
+    """
+    for index, (row, (number, x)) in enumerate(zip(rows, places, strict=True)):
+        y, style = row.score, _style(number)
+        ax.plot([x.low, x.high], [y.estimate, y.estimate], **_style(number, ""))
+        ax.plot([x.estimate, x.estimate], [y.low, y.high], **_style(number, ""))
+        inside = "white" if row.mismatches or row.has_other_prompts else style["color"]
+        ax.plot(x.estimate, y.estimate, **style, markersize=9, markerfacecolor=inside, gid="marker")
+        # A larger invisible target for the mouse.
+        ax.plot(x.estimate, y.estimate, "o", markersize=26, alpha=0, gid=f"point-{index}", zorder=9, clip_on=False)
     low, high = ax.get_ylim()
     ax.set_ylim(max(low, -2), min(high, 102))
     ax.set_yticks([tick for tick in ax.get_yticks() if max(low, 0) <= tick <= min(high, 100)])
-
-
-def _draw_point(ax: Axes, number: int, x: Interval, y: Interval, gid: str, *, is_hollow: bool = False) -> None:
-    """Draw a point with its intervals, and above it a larger invisible target for the mouse with an artist id."""
-    ax.plot([x.low, x.high], [y.estimate, y.estimate], **_style(number, ""))
-    ax.plot([x.estimate, x.estimate], [y.low, y.high], **_style(number, ""))
-    style = _style(number)
-    inside = "white" if is_hollow else style["color"]
-    ax.plot(x.estimate, y.estimate, **style, markersize=9, markerfacecolor=inside, gid="marker")
-    ax.plot(x.estimate, y.estimate, "o", markersize=26, alpha=0, gid=gid, zorder=9, clip_on=False)
 
 
 def curves_plot(curves: Mapping[str, Sequence[tuple[float, float]]], x_name: str, y_name: str) -> str:
@@ -132,25 +135,22 @@ def curves_plot(curves: Mapping[str, Sequence[tuple[float, float]]], x_name: str
         x_name: What the horizontal axis shows, with its unit.
         y_name: What the vertical axis shows, with its unit.
     """
-    titles = {}
-    with _figure(list(curves)) as (figure, ax):
-        ax.set_xlabel(x_name)
-        ax.set_ylabel(y_name)
+    titles: list[str] = []
+    with _figure(list(curves), x_name, y_name) as (figure, ax):
         for number, (name, points) in enumerate(curves.items()):
             ax.plot(*zip(*points, strict=True), **_style(number, ""), linewidth=1.2)
             for x, y in points:
-                gid = f"point-{len(titles)}"
-                titles[gid] = f"{name}: {y_name} {y:.4g} at {x_name} {x:g}"
-                ax.plot(x, y, **_style(number), gid=gid)
-        return _save(figure, "svg", f"{y_name} over {x_name}", titles).decode()
+                ax.plot(x, y, **_style(number), gid=f"point-{len(titles)}")
+                titles.append(f"{name}: {y_name} {y:.4g} at {x_name} {x:g}")
+        return _save(figure, f"{y_name} over {x_name}", titles).decode()
 
 
-def training_plots(runs: Sequence[Run]) -> list[str]:
-    """Plot the figures that the runs' trainings logged, as SVG elements.
+def training_plots(tests: Sequence[ReportRow]) -> list[str]:
+    """Plot the figures that the tested checkpoints' trainings logged, as SVG elements.
 
     A checkpoint's directory is inside its training's directory. Tests after the same training share a curve.
     """
-    checkpoints = [run.results["config"].get("ckpt_path") for run in runs]
+    checkpoints = [test.results["config"].get("ckpt_path") for test in tests]
     directories = dict.fromkeys(Path(path).resolve().parent.parent for path in checkpoints if isinstance(path, str))
     files = {directory: directory / "metrics.csv" for directory in directories}
     names = {directory: f"{directory.parent.name}/{directory.name}" for directory in files}
@@ -185,18 +185,18 @@ def _thin_out(curve: Curve) -> Curve:
     return [(fmean(step for step, _ in part), fmean(value for _, value in part)) for part in parts]
 
 
-def describe_point(row: ComparisonRow, comparison: Comparison) -> str:
+def describe_point(row: ReportRow, comparison: Comparison) -> str:
     """Describe a point in a line."""
-    score, tokens = row.score, row.tokens_per_forward
-    ranges = (f" ({score.low:.1f} to {score.high:.1f})", f" ({tokens.low:.2f} to {tokens.high:.2f})")
-    ranges = ranges if row.has_intervals else ("", "")
-    figures = f"score {score.estimate:.1f} %{ranges[0]}, {tokens.estimate:.2f} tokens per forward{ranges[1]}"
-    return f"{row.label}: {figures}, {comparison.count_prompts(row)} prompts"
+    score, tokens = f"{row.score.estimate:.1f} %", f"{row.tokens_per_forward.estimate:.2f} tokens per forward"
+    if row.has_intervals:
+        score += f" ({row.score.low:.1f} to {row.score.high:.1f})"
+        tokens += f" ({row.tokens_per_forward.low:.2f} to {row.tokens_per_forward.high:.2f})"
+    return f"{row.label}: score {score}, {tokens}, {comparison.count_prompts(row)} prompts"
 
 
 @contextmanager
-def _figure(names: Sequence[str]) -> Iterator[tuple[Figure, Axes]]:
-    """Yield a figure with its axes, under a legend with the names in colour order."""
+def _figure(names: Sequence[str], x_name: str, y_name: str) -> Iterator[tuple[Figure, Axes]]:
+    """Yield a figure with its named axes, under a legend with the names in colour order."""
     import matplotlib as mpl  # takes most of a second, so only where something is drawn
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -206,7 +206,7 @@ def _figure(names: Sequence[str]) -> Iterator[tuple[Figure, Axes]]:
     with mpl.rc_context(_SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # the reader's fonts draw the texts, not matplotlib's
         figure = Figure(figsize=(12.5, 6.1 + 0.28 * -(-len(names) // num_columns)), dpi=72, layout="constrained")
-        ax = figure.add_subplot()
+        ax = figure.add_subplot(xlabel=x_name, ylabel=y_name)
         handles = [Line2D([], [], **_style(number)) for number in range(len(names))]
         if names:
             legend = figure.legend(handles, map(str, range(len(names))), loc="outside upper left", ncols=num_columns)
@@ -221,14 +221,14 @@ def _style(number: int, marker: str | None = None) -> dict[str, Any]:
     return {"color": _COLOURS[number % len(_COLOURS)], "marker": marker, "clip_on": False}
 
 
-def _save(figure: Figure, form: str, description: str, titles: Mapping[str, str]) -> bytes:
+def _save(figure: Figure, description: str, titles: Sequence[str], form: str = "svg") -> bytes:
     """Return a figure as file content; an SVG can also be put into a page.
 
     Args:
         figure: The figure.
-        form: ``svg``, ``pdf`` or ``png``.
         description: What the picture shows, for readers who do not see it.
-        titles: Titles by artist id.
+        titles: Titles of the artists ``point-0``, ``point-1`` and so on.
+        form: ``svg``, ``pdf`` or ``png``.
     """
     written = io.BytesIO()
     if form != "svg":
@@ -242,9 +242,9 @@ def _save(figure: Figure, form: str, description: str, titles: Mapping[str, str]
     root.remove(root[0])  # matplotlib's style, which would hold for the whole page
     for element in root.iter(f"{namespace}g"):
         gid = element.attrib.pop("id", "")  # a page has several pictures, whose ids would be equal
-        if gid in titles:
+        if gid.startswith("point-"):
             title = ElementTree.Element(f"{namespace}title")
-            title.text = _make_printable(titles[gid])
+            title.text = _make_printable(titles[int(gid.removeprefix("point-"))])
             element.insert(0, title)
             element.set("class", "point")
         elif gid == "marker":
@@ -257,7 +257,7 @@ def _save(figure: Figure, form: str, description: str, titles: Mapping[str, str]
     return ElementTree.tostring(root)
 
 
-def _coordinates(row: ComparisonRow) -> tuple[float, float]:
+def _coordinates(row: ReportRow) -> tuple[float, float]:
     return row.tokens_per_forward.estimate, row.score.estimate
 
 

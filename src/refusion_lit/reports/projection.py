@@ -14,9 +14,9 @@ from operator import itemgetter
 from typing import Any
 
 from refusion_lit.engine.output import CallShapes
-from refusion_lit.reports.comparison import ComparisonRow, compare
-from refusion_lit.reports.runs import read_runs
-from refusion_lit.reports.tables import escape_markdown
+from refusion_lit.reports.comparison import compare
+from refusion_lit.reports.rows import ReportRow, read_rows
+from refusion_lit.reports.tables import Cell, escape_markdown, format_markdown
 from refusion_lit.utils.require import require
 
 LAUNCHES_PER_LAYER = 25
@@ -217,28 +217,28 @@ def projection_tables(paths: Sequence[str], targets: str, baseline: str | None =
         ValueError: If a target is unknown, or no run has counted calls.
     """
     parsed = [parse_target(text.strip()) for text in targets.split(",")]
-    rows = compare(*read_runs(paths), baseline).rows
+    rows = compare(*read_rows(paths), baseline).rows
     entries = [(row, *entry) for row in rows for entry in _list_calls(row)]
     fix = "run `refusion-lit test` again: it counts them"
     require(bool(entries), "project", f"runs with counted calls in {', '.join(paths)}", "runs without", fix)
     return "\n".join(_table(*target, entries, baseline) for target in parsed)
 
 
-_Entry = tuple[ComparisonRow, str, int, CallShapes]
+_Entry = tuple[ReportRow, str, int, CallShapes]
 
 
-def _list_calls(row: ComparisonRow) -> Iterator[tuple[str, int, CallShapes]]:
+def _list_calls(row: ReportRow) -> Iterator[tuple[str, int, CallShapes]]:
     """Yield the row's counted calls: what was decoded, the number of committed tokens, and the calls."""
-    lines = row.run.results["call_shapes"].get(row.decoder)
+    lines = row.results["call_shapes"].get(row.decoder)
     if lines:
-        name = f"test, up to {row.run.results['batch_size'] or '?'}"
+        name = f"test, up to {row.results['batch_size'] or '?'}"
         yield name, int(row.figures.get("num_tokens", 0)), _read_call_shapes(lines, row)
     for size, figures in row.latency.items():
         if figures.get("call_shapes"):
             yield f"batches of {size}", sum(figures["num_tokens"]), _read_call_shapes(figures["call_shapes"], row)
 
 
-def _read_call_shapes(lines: Any, row: ComparisonRow) -> CallShapes:  # noqa: ANN401 - JSON
+def _read_call_shapes(lines: Any, row: ReportRow) -> CallShapes:  # noqa: ANN401 - JSON
     try:
         return CallShapes.from_lines(lines)
     except (TypeError, ValueError, AttributeError) as error:
@@ -250,7 +250,7 @@ def _read_call_shapes(lines: Any, row: ComparisonRow) -> CallShapes:  # noqa: AN
 def _table(name: str, model: ModelSize, device: Device, entries: Sequence[_Entry], baseline: str | None) -> str:
     """Return a target's table with its constants."""
 
-    def is_baseline(row: ComparisonRow) -> bool:
+    def is_baseline(row: ReportRow) -> bool:
         named = (row.label, row.decoder, row.method)
         return row.decoder_class == "Autoregressive" if baseline is None else baseline in named
 
@@ -262,28 +262,26 @@ def _table(name: str, model: ModelSize, device: Device, entries: Sequence[_Entry
     bases: dict[str, float] = {}  # speeds of the baseline, or else of the first row, by what was decoded
     for (_, batches, *_), speed in sorted(zip(entries, speeds, strict=True), key=lambda e: not is_baseline(e[0][0])):
         bases.setdefault(batches, speed)
-    table = [
-        "| decoder | decoded | tokens/call | positions/token | predicted tokens/s | most time | times baseline |",
-        "| --- | --- | --: | --: | --: | --- | --: |",
-    ]
+    columns: dict[str, list[Cell]] = {}
     for (row, batches, num_tokens, shapes), projection, speed in zip(entries, projections, speeds, strict=True):
         num_calls = sum(calls for (_, positions, _), (calls, _) in shapes.counts.items() if positions)
         num_positions = sum(positions * calls for (_, positions, _), (calls, _) in shapes.counts.items())
         part, seconds = max(asdict(projection).items(), key=itemgetter(1))
-        cells = [
-            escape_markdown(row.label if row.options else row.title),
-            batches,
-            f"{num_tokens / max(num_calls, 1):.2f}",
-            f"{num_positions / max(num_tokens, 1):.1f}",
-            f"{speed:.0f}",
-            f"{part} {100 * seconds / max(projection.seconds, 1e-30):.0f} %",
-            f"{speed / bases[batches]:.2f}" if bases[batches] else "--",
-        ]
-        table.append("| " + " | ".join(cells) + " |")
+        line = {
+            "decoder": escape_markdown(row.label if row.options else row.title),
+            "decoded": batches,
+            "tokens/call": f"{num_tokens / max(num_calls, 1):.2f}",
+            "positions/token": f"{num_positions / max(num_tokens, 1):.1f}",
+            "predicted tokens/s": f"{speed:.0f}",
+            "most time": f"{part} {100 * seconds / max(projection.seconds, 1e-30):.0f} %",
+            "times baseline": f"{speed / bases[batches]:.2f}" if bases[batches] else "--",
+        }
+        for title, text in line.items():
+            columns.setdefault(title, []).append((text,))
     note = (
         "A roofline of the counted calls, for a model that commits as many tokens per call as the tested model. Model: "
         f"{model.source}. Device: {device.bytes_per_second / 1e9:.4g} GB/s, "
         f"{device.operations_per_second / 1e12:.4g} TFLOPS, {device.launch_seconds * 1e6:.3g} us per launch "
         f"({device.source})."
     )
-    return "\n".join([f"## {name}: predicted, not measured", "", *table, "", note, ""])
+    return "\n".join([f"## {name}: predicted, not measured", "", format_markdown([*columns.items()]), "", note, ""])

@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from numbers import Real
 from pathlib import Path
@@ -23,15 +23,8 @@ CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
 _PACKAGES = ("torch", "lightning", "torchmetrics", "transformers", "tokenizers", "jsonargparse", "numpy")
 _MAPPINGS = (
-    "latency_results",
-    "call_shapes",
-    "sampling",
-    "fingerprints",
-    "config",
-    "decoders",
-    "mismatches",
-    "environment",
-)
+    "latency_results", "call_shapes", "sampling", "fingerprints", "config", "decoders", "mismatches", "environment",
+)  # fmt: skip
 """Fields in ``results.json`` that hold mappings, which may be missing or null."""
 _MAX_TEXT_LENGTH = 2000
 """Longer texts in a config are cut: a stored tokenizer's files have millions of characters."""
@@ -58,30 +51,36 @@ def read_results(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); restore the file or remove it.") from error
     figures = values.get("results") if isinstance(values, dict) else None
-    is_ours = (
-        isinstance(figures, dict) and figures and all(isinstance(f, dict) and "score" in f for f in figures.values())
-    )
-    if not is_ours or figures is None:
+    if not isinstance(figures, dict) or not figures:
         return None
-    fix = "correct the field, or run `refusion-lit test` again"
-    for name, values_by_figure in figures.items():
-        for figure, value in values_by_figure.items():
-            require(is_number(value, Real), f"{path}: results.{name}.{figure}", "a number", value, fix)
-    size = values.get("batch_size")
-    require(size is None or is_number(size, Real), f"{path}: batch_size", "a number", size, fix)
-    wrong = [name for name in _MAPPINGS if not isinstance(values.get(name), dict | None)]
-    if "decoders" not in wrong:
-        decoders = values.get("decoders") or {}
-        wrong += [f"decoders.{name}" for name, options in decoders.items() if type(options) is not dict]
-    is_list = isinstance(names := values.get("metrics") or [], list) and all(isinstance(name, str) for name in names)
-    require(is_list, f"{path}: metrics", "a list of names", names, "correct the field, or leave it out")
-    require(not wrong, str(path), "mappings", ", ".join(wrong), fix)
+    if not all(isinstance(by_figure, dict) and "score" in by_figure for by_figure in figures.values()):
+        return None
+    for name, value, kind in _list_fields(values):
+        fix = "correct the field, or run `refusion-lit test` again"
+        require(_KINDS[kind](value), f"{path}: {name}", kind, value, fix)
     mappings = {name: values.get(name) or {} for name in _MAPPINGS}
-    results = {**values, **mappings, "metrics": names, "batch_size": size}
-    for figures in values["results"].values() if ran_concurrently(results) else ():
+    results = {"batch_size": None, **values, **mappings, "metrics": values.get("metrics") or []}
+    for by_figure in figures.values() if ran_concurrently(results) else ():
         for name in _SPEEDS:
-            figures.pop(name, None)
+            by_figure.pop(name, None)
     return results
+
+
+def _list_fields(values: Mapping[str, Any]) -> Iterator[tuple[str, object, str]]:
+    """Yield the names of fields with their values and the kinds that they must have; null counts as missing."""
+    yield from ((name, values.get(name) or {}, "a mapping") for name in _MAPPINGS)
+    yield from ((f"decoders.{name}", value, "a mapping") for name, value in (values.get("decoders") or {}).items())
+    for name, figures in values["results"].items():
+        yield from ((f"results.{name}.{figure}", value, "a number") for figure, value in figures.items())
+    yield "batch_size", values.get("batch_size") or 0, "a number"
+    yield "metrics", values.get("metrics") or [], "a list of names"
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "a number": lambda value: is_number(value, Real),
+    "a mapping": lambda value: isinstance(value, dict),
+    "a list of names": lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+}
 
 
 def ran_concurrently(results: Mapping[str, Any]) -> bool:

@@ -1,92 +1,112 @@
-"""Tables in the terminal, as Markdown, LaTeX and CSV."""
+"""Tables in the terminal, as Markdown, LaTeX and CSV: columns of cells, which every format only writes."""
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from refusion_lit.reports.comparison import Comparison, ComparisonRow
+from refusion_lit.reports.comparison import Comparison
 from refusion_lit.reports.intervals import Interval, format_interval
 from refusion_lit.reports.results import is_speed_baseline
+from refusion_lit.reports.rows import ReportRow
 from refusion_lit.utils.rows import format_csv
 
 MISMATCH = "the model was not trained for this decoder"
 INTERVALS = "95 % intervals over prompts: Wilson's for scores that are 0 or 1, else the bootstrap's."
 FIGURES = (
-    ("score", "score", "{:.3f}"),
-    ("tokens_per_forward", "tokens/forward", "{:.2f}"),
-    ("tokens_per_second", "tokens/s", "{:.0f}"),
-    ("num_forwards", "forwards", "{:d}"),
-    ("num_calls", "calls", "{:d}"),
-    ("calls_per_batch", "calls/batch", "{:.1f}"),
-    ("tokens_per_call", "tokens/call", "{:.2f}"),
-    ("positions_per_token", "positions/token", "{:.1f}"),
-    ("latency_median", "latency p50 s", "{:.3f}"),
-    ("latency_p95", "p95 s", "{:.3f}"),
+    ("score", "score", 3),
+    ("tokens_per_forward", "tokens/forward", 2),
+    ("tokens_per_second", "tokens/s", 0),
+    ("num_forwards", "forwards", 0),
+    ("num_calls", "calls", 0),
+    ("calls_per_batch", "calls/batch", 1),
+    ("tokens_per_call", "tokens/call", 2),
+    ("positions_per_token", "positions/token", 1),
+    ("latency_median", "latency p50 s", 3),
+    ("latency_p95", "p95 s", 3),
 )
-"""A test's figures: name, title and format."""
+"""A test's figures: name, title and number of digits."""
 _SPEEDS = ("tokens_per_second", "calls_per_batch")
-"""Figures that speeds measured in turns replace in a terminal."""
 _WIDTH_OF_FILES = 1000
-Latency = Mapping[str, Mapping[str, Any]]
-"""A decoder's speeds measured in turns, by batch size."""
 Cell = tuple[str, ...]
 """A text, or an estimate with the ends of its interval."""
+Column = tuple[str, list[Cell]]
+"""A title, and a cell per row."""
 
 
-def print_comparison(title: str, comparison: Comparison) -> None:
-    """Print the figures that fit a terminal on standard output; the table's width is limited in a terminal only.
+def make_cell(value: float | Interval | None, digits: int, *, signed: bool = False) -> Cell:
+    """Format a figure; a missing figure is ``--``."""
+    value = value if isinstance(value, Interval) else Interval(math.nan if value is None else value)
+    return format_interval(value, digits, signed=signed) or ("--",)
 
-    Speeds that were measured in turns replace the speeds of the test.
+
+def figure_columns(
+    figures: Sequence[Mapping[str, Any]], names: Collection[str] | None = None, metrics: Sequence[str] = ()
+) -> list[Column]:
+    """Return columns of a test's figures.
+
+    Args:
+        figures: Figures by name, for every row.
+        names: Names of the figures to show; by default all of :data:`FIGURES`.
+        metrics: Names of the task's further metrics, which follow the first figure.
     """
-    rows, sizes = comparison.rows, _latency_sizes(comparison.rows)
-    keys = ("score", "tokens_per_forward", *(() if sizes else _SPEEDS))
-    columns = with_metrics([figure for figure in FIGURES if figure[0] in keys], comparison.metrics)
-    marks = [f"* {MISMATCH}"] * any(row.mismatches for row in rows)
-    table = Table(title=title, caption="\n".join([*marks, *latency_note(rows)]) or None)
-    for name in ("decoder", *comparison.option_names.values()):
-        table.add_column(name, overflow="fold")
-    for name in (*(column_title for _, column_title, _ in columns), *_latency_head(sizes)):
-        table.add_column(name, justify="right", overflow="fold")
-    for row in rows:
-        texts = [_marked_title(row), *(row.options.get(name, "--") for name in comparison.option_names)]
-        speeds = map(_as_text, _latency_cells(row.latency, sizes))
-        table.add_row(*map(Text, [*texts, *cells(row.figures, columns), *speeds]))
-    Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES).print(table)
+    shown = [figure for figure in FIGURES if names is None or figure[0] in names]
+    shown[1:1] = [(name, name, 3) for name in metrics]
+    return [(title, [make_cell(values.get(name), digits) for values in figures]) for name, title, digits in shown]
 
 
-def _marked_title(row: ComparisonRow) -> str:
-    """Return a row's title, with a mark if the model was not trained for the decoder."""
-    return row.title + " *" * bool(row.mismatches)
+def name_columns(comparison: Comparison, escape: Callable[[str], str] = str) -> list[Column]:
+    """Return columns of escaped names: decoders, marked if the model was not trained for them, and their options."""
+    rows = comparison.rows
+    columns = [("decoder", [(escape(row.title) + " *" * bool(row.mismatches),) for row in rows])]
+    for name, title in comparison.option_names.items():
+        columns.append((title, [(escape(row.options.get(name, "--")),) for row in rows]))
+    return columns
 
 
-def _latency_sizes(rows: Sequence[ComparisonRow]) -> list[str]:
-    """Return the batch sizes of the rows' speeds, ascending."""
-    return sorted({size for row in rows for size in row.latency}, key=int)
+def speed_columns(rows: Sequence[ReportRow]) -> list[Column]:
+    """Return columns of speeds measured in turns: tokens per second of one prompt, and ratios by batch size."""
+    columns: list[Column] = []
+    for size in sorted({size for row in rows for size in row.latency}, key=int):
+        measured = [row.latency.get(size, {}) for row in rows]
+        if size == "1":
+            columns.append(
+                ("tokens/s, alone", [make_cell(figures.get("tokens_per_second"), 0) for figures in measured])
+            )
+        ratios = [tuple(f"{number:.2f}" for number in figures.get("times_baseline", ())) for figures in measured]
+        title = "times, alone" if size == "1" else f"times, batch {size}"
+        columns.append((title, [ratio if len({*ratio}) > 1 else (*ratio[:1], "--")[:1] for ratio in ratios]))
+    return columns
 
 
-def _latency_head(sizes: Sequence[str]) -> list[str]:
-    """Return column names: tokens per second one prompt at a time, and the ratios to the baseline by batch size."""
-    titles = ["times, alone" if size == "1" else f"times, batch {size}" for size in sizes]
-    return ["tokens/s, alone", *titles] if "1" in sizes else titles
+def comparison_columns(comparison: Comparison, names: Collection[str] = _SPEEDS) -> list[Column]:
+    """Return a comparison's columns after those that name its rows.
+
+    Args:
+        comparison: The comparison.
+        names: Names of figures that are shown without intervals.
+    """
+    rows = comparison.rows
+    figures = [row.figures for row in rows]
+    return [
+        ("prompts", [(comparison.count_prompts(row),) for row in rows]),
+        ("score %", [make_cell(row.score, 1) for row in rows]),
+        *((name, [make_cell(values.get(name), 3) for values in figures]) for name in comparison.metrics),
+        ("tokens/forward", [make_cell(row.tokens_per_forward, 2) for row in rows]),
+        *speed_columns(rows),
+        *figure_columns(figures, names),
+        ("batch size", [make_cell(row.results["batch_size"], 0) for row in rows]),
+    ]
 
 
-def _latency_cells(entry: Latency, sizes: Sequence[str]) -> list[Cell]:
-    """Return the cells of a decoder for :func:`_latency_head`; ``--`` where nothing was measured."""
-    cells: list[Cell] = [("--" if "1" not in entry else f"{entry['1']['tokens_per_second']:.0f}",)] * ("1" in sizes)
-    for size in sizes:
-        ratio = [f"{number:.2f}" for number in entry[size]["times_baseline"]] if size in entry else ["--"]
-        cells.append(tuple(ratio if len({*ratio}) > 1 else ratio[:1]))
-    return cells
-
-
-def latency_note(rows: Sequence[ComparisonRow]) -> list[str]:
+def latency_note(rows: Sequence[ReportRow]) -> list[str]:
     """Return a sentence that names the decoder to which the speeds are compared; nothing without such speeds."""
     if not any(row.latency for row in rows):
         return []
@@ -95,81 +115,51 @@ def latency_note(rows: Sequence[ComparisonRow]) -> list[str]:
     return [f"times: as fast as {baseline}, measured in turns in one process; 95 % intervals over batches of prompts."]
 
 
-def metric_columns(metrics: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Return a task's further metrics as columns: name, title and format."""
-    return [(name, name, "{:.3f}") for name in metrics]
+def print_comparison(title: str, comparison: Comparison) -> None:
+    """Print the figures that fit a terminal on standard output; the table's width is limited in a terminal only.
 
-
-def with_metrics(columns: Sequence[tuple[str, str, str]], metrics: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Insert a task's further metrics after the score, which is the first figure."""
-    return [columns[0], *metric_columns(metrics), *columns[1:]]
-
-
-def cells(figures: Mapping[str, Any], columns: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Format figures; a missing figure is ``--``."""
-    return ["--" if figures.get(key) is None else template.format(figures[key]) for key, _, template in columns]
-
-
-def comparison_table(comparison: Comparison, keys: Collection[str] = _SPEEDS) -> tuple[list[str], list[list[Cell]]]:
-    """Return the head and the cells of a comparison's table; the first cells of a row are the decoder and its options.
-
-    Args:
-        comparison: The comparison.
-        keys: Names of figures that are shown without intervals.
+    Speeds that were measured in turns replace the speeds of the test.
     """
-    metrics = metric_columns(comparison.metrics)
-    others = [figure for figure in FIGURES if figure[0] in keys]
-    sizes = _latency_sizes(comparison.rows)
-    head = ["decoder", *comparison.option_names.values(), "prompts", "score %", *comparison.metrics, "tokens/forward"]
-    head += [*_latency_head(sizes), *(title for _, title, _ in others), "batch size"]
-    rows = []
-    for row in comparison.rows:
-        size = row.run.results["batch_size"]
-        texts = [row.title, *(row.options.get(name, "--") for name in comparison.option_names)]
-        rows.append([
-            *((text,) for text in (*texts, comparison.count_prompts(row))),
-            format_interval(row.score, 1)[: None if row.has_intervals else 1],
-            *((text,) for text in cells(row.figures, metrics)),
-            format_interval(row.tokens_per_forward, 2)[: None if row.has_intervals else 1],
-            *_latency_cells(row.latency, sizes),
-            *((text,) for text in cells(row.figures, others)),
-            ("--" if size is None else f"{size:.0f}",),
-        ])  # fmt: skip
-    return head, rows
+    rows, names, speeds = comparison.rows, name_columns(comparison), speed_columns(comparison.rows)
+    shown = ("score", "tokens_per_forward", *(() if speeds else _SPEEDS))
+    marks = [f"* {MISMATCH}"] * any(row.mismatches for row in rows)
+    table = Table(title=title, caption="\n".join([*marks, *latency_note(rows)]) or None)
+    columns = [*names, *figure_columns([row.figures for row in rows], shown, comparison.metrics), *speeds]
+    for number, (column_title, _) in enumerate(columns):
+        table.add_column(column_title, justify="left" if number < len(names) else "right", overflow="fold")
+    for line in _lines(columns)[1:]:
+        table.add_row(*map(Text, line))
+    Console(width=None if sys.stdout.isatty() else _WIDTH_OF_FILES).print(table)
 
 
-def difference_cell(value: Interval | None, digits: int) -> Cell:
-    """Return the cell of a difference from the baseline."""
-    return ("--",) if value is None else format_interval(value, digits, signed=True)
+def _lines(columns: Sequence[Column]) -> list[list[str]]:
+    """Return the texts of a table line by line, the titles first."""
+    titles, cells = zip(*columns, strict=True)
+    texts = [[f"{c[0]} [{', '.join(c[1:])}]" if c[1:] else c[0] for c in row] for row in zip(*cells, strict=True)]
+    return [list(titles), *texts]
 
 
-def _as_text(cell: Cell) -> str:
-    estimate, *ends = cell
-    return f"{estimate} [{', '.join(ends)}]" if ends else estimate
-
-
-def _text_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of a comparison's table as texts, with differences from the baseline."""
-    head, rows = comparison_table(comparison)
-    texts = []
-    for row, line in zip(comparison.rows, rows, strict=True):
-        difference = comparison.find_difference(row)
-        line += [difference_cell(difference and difference.score, 1)]
-        line += [difference_cell(difference and difference.tokens_per_forward, 2)]
-        texts.append([_marked_title(row), *map(_as_text, line[1:])])
-    return [*head, "Δ score", "Δ tokens/forward"], texts
+def _paper_columns(comparison: Comparison, escape: Callable[[str], str]) -> list[Column]:
+    """Return the columns of a table for papers, with differences from the baseline; names are escaped."""
+    rows = comparison.rows
+    return [
+        *name_columns(comparison, escape),
+        *comparison_columns(comparison),
+        ("Δ score", [make_cell(row.score_difference, 1, signed=True) for row in rows]),
+        ("Δ tokens/forward", [make_cell(row.tokens_per_forward_difference, 2, signed=True) for row in rows]),
+    ]
 
 
 def _captions(comparison: Comparison) -> list[str]:
     """Return the sentences below a comparison's table."""
     captions = [INTERVALS, *latency_note(comparison.rows)]
-    if comparison.differences:
+    if comparison.compared:
         captions.append(f"Differences from {comparison.baseline} are over the prompts that both rows have.")
     captions += [
-        f"{difference.row.label} and {difference.baseline.label} have different prompts or references under "
-        f"{difference.num_differing} ids, which are left out."
-        for difference in comparison.differences
-        if difference.num_differing
+        f"{row.label} and {row.baseline.label} have different prompts or references under {row.num_differing} ids, "
+        "which are left out."
+        for row in comparison.compared
+        if row.num_differing
     ]
     marks = [f"*: {MISMATCH}."] * any(row.mismatches for row in comparison.rows)
     return [*captions, *comparison.notes, *marks]
@@ -177,28 +167,26 @@ def _captions(comparison: Comparison) -> list[str]:
 
 def markdown_table(comparison: Comparison) -> str:
     """Return a comparison as a Markdown table, with its caption below."""
-    head, rows = _text_table(comparison)
-    num_texts = 1 + len(comparison.option_names)
-    lines = [[*map(escape_markdown, row[:num_texts]), *row[num_texts:]] for row in rows]
-    for line in lines:
-        line[0] = re.sub(r" \\\*$", " *", line[0])  # the mark of a mismatch, which is no emphasis there
-    table = [f"| {' | '.join(line)} |" for line in [[*map(escape_markdown, head)], *lines]]
-    table.insert(1, f"|---|{'---:|' * (len(head) - 1)}")
-    return "\n".join([*table, "", " ".join(map(escape_markdown, _captions(comparison))), ""])
+    table = format_markdown(_paper_columns(comparison, escape_markdown))
+    return "\n".join([table, "", " ".join(map(escape_markdown, _captions(comparison))), ""])
+
+
+def format_markdown(columns: Sequence[Column]) -> str:
+    """Return columns as a Markdown table whose first column is left-aligned; titles are escaped, cells are not."""
+    lines = _lines([(escape_markdown(title), cells) for title, cells in columns])
+    titles, *rows = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([titles, f"|---|{'---:|' * (len(columns) - 1)}", *rows])
 
 
 def latex_table(comparison: Comparison) -> str:
     """Return a comparison as a LaTeX table with ``booktabs`` rules."""
-    head, rows = _text_table(comparison)
-    num_texts = 1 + len(comparison.option_names)
-    rows = [
-        [*row[:num_texts], *(re.sub(r"-(?=\d)", "\N{MINUS SIGN}", cell) for cell in row[num_texts:])] for row in rows
-    ]
-    lines = [" & ".join(map(escape_latex, row)) + r" \\" for row in [head, *rows]]
+    columns = [(escape_latex(title), cells) for title, cells in _paper_columns(comparison, escape_latex)]
+    minus = r"(?<![\w-])-(?=\d)"
+    titles, *rows = (re.sub(minus, "$-$", " & ".join(line)) + r" \\" for line in _lines(columns))
     return "\n".join([
         r"% needs \usepackage{booktabs}",
-        rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
-        r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule",
+        rf"\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}",
+        r"\toprule", titles, r"\midrule", *rows, r"\bottomrule",
         r"\end{tabular}",
         *(f"% {' '.join(caption.split())}" for caption in _captions(comparison)),
         "",
@@ -209,18 +197,11 @@ def csv_table(comparison: Comparison) -> str:
     """Return a comparison as CSV: numbers with all digits, an interval in three columns."""
     rows = []
     for row in comparison.rows:
-        difference = comparison.find_difference(row)
-        intervals = {
-            "score": row.score,
-            "tokens_per_forward": row.tokens_per_forward,
-            "score_difference": difference and difference.score,
-            "tokens_per_forward_difference": difference and difference.tokens_per_forward,
-        }
         values: dict[str, Any] = {"decoder": row.label, **row.options, **row.figures, "num_prompts": row.num_prompts}
         values["mismatch"] = "; ".join(row.mismatches)
-        for name, interval in intervals.items():
-            for suffix, key in (("", "estimate"), ("_low", "low"), ("_high", "high")):
-                values[name + suffix] = interval and getattr(interval, key)
+        for name in ("score", "tokens_per_forward", "score_difference", "tokens_per_forward_difference"):
+            for suffix, value in zip(("", "_low", "_high"), getattr(row, name), strict=True):
+                values[name + suffix] = None if math.isnan(value) else value
         rows.append(values)
     return format_csv(rows)
 
@@ -228,7 +209,7 @@ def csv_table(comparison: Comparison) -> str:
 def escape_markdown(text: str) -> str:
     """Escape the characters that Markdown, or HTML inside it, interprets."""
     text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return "".join(f"\\{c}" if c in "\\`*_[]|#" else c for c in text)
+    return re.sub(r"[\\`*_\[\]|#]", r"\\\g<0>", text)
 
 
 def escape_latex(text: str) -> str:
@@ -237,6 +218,5 @@ def escape_latex(text: str) -> str:
     >>> escape_latex("slot_size at 90 %")
     'slot\\_size at 90 \\%'
     """
-    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    special |= {"Δ": r"$\Delta$", "\N{MINUS SIGN}": "$-$"}
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "Δ": r"$\Delta$"}
     return "".join(special.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in " ".join(text.split()))

@@ -8,24 +8,24 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from refusion_lit.reports.comparison import Comparison, ComparisonRow, compare
+from refusion_lit.reports.comparison import Comparison, compare
 from refusion_lit.reports.intervals import NUM_RESAMPLES
 from refusion_lit.reports.plots import STYLE, speed_plot, tradeoff_plot, training_plots
 from refusion_lit.reports.results import describe_environment
-from refusion_lit.reports.runs import Run, ScoredPrediction, read_runs
+from refusion_lit.reports.rows import ReportRow, ScoredPrediction, read_rows
 from refusion_lit.reports.tables import (
-    comparison_table,
+    comparison_columns,
     csv_table,
-    difference_cell,
     latency_note,
     latex_table,
+    make_cell,
     markdown_table,
+    name_columns,
     print_comparison,
 )
 from refusion_lit.utils.files import require_writable, write_atomically
@@ -67,7 +67,7 @@ def write_report(
     allowed = f"some of {', '.join(FORMATS)}, or all"
     require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
     require("" not in (*paths, output), "report", "directories with names", "", "write . for this one")
-    comparison = compare(*read_runs(paths), baseline)
+    comparison = compare(*read_rows(paths), baseline)
     _print_notes(comparison.notes)
     first = Path(paths[0])
     place = Path() if len(paths) > 1 else first.parent if first.is_file() else first
@@ -104,7 +104,7 @@ def report_results(path: Path, title: str) -> None:
     """
     directory = path.parent if path.is_file() else path
     try:
-        comparison = compare(*read_runs([path]))
+        comparison = compare(*read_rows([path]))
         print_comparison(title, comparison)
         _print_notes(comparison.notes)
         sys.stderr.write(f"report: {write_comparison(comparison, directory / 'report')[0]}\n")
@@ -119,10 +119,9 @@ def html_report(comparison: Comparison, tradeoff: bytes | None = None) -> str:
         comparison: The comparison.
         tradeoff: The tradeoff plot as an SVG file; drawn if not given.
     """
-    runs = comparison.runs
-    examples, num_differing = _examples(comparison)
-    recorded = {key for row in comparison.rows for key, value in row.figures.items() if value is not None}
-    keys = recorded - {*_NOT_IN_TABLE}
+    rows, tests = comparison.rows, comparison.tests
+    examples, num_differing = _examples(rows[:_MAX_EXAMPLE_ROWS])
+    recorded = {key for row in rows for key, value in row.figures.items() if value is not None}
     environment = Environment(
         loader=PackageLoader("refusion_lit", "reports"),
         autoescape=True,
@@ -134,53 +133,51 @@ def html_report(comparison: Comparison, tradeoff: bytes | None = None) -> str:
     environment.filters["to_yaml"] = lambda values: yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     return environment.get_template("report.html.jinja").render(
         comparison=comparison,
-        title=", ".join(dict.fromkeys(run.source for run in runs)),
-        speed=Markup(speed_plot(comparison)) if any("1" in row.latency for row in comparison.rows) else None,
+        title=", ".join(dict.fromkeys(row.source for row in rows)),
+        speed=Markup(speed_plot(comparison)) if any("1" in row.latency for row in rows) else None,
         tradeoff=Markup((tradeoff or tradeoff_plot(comparison)).decode()),
-        table=comparison_table(comparison, keys),
-        difference_cell=difference_cell,
-        latency_note=" ".join(latency_note(comparison.rows)),
-        training=list(map(Markup, training_plots(runs))),
+        columns=[*name_columns(comparison)[1:], *comparison_columns(comparison, recorded - {*_NOT_IN_TABLE})],
+        make_cell=make_cell,
+        latency_note=" ".join(latency_note(rows)),
+        training=list(map(Markup, training_plots(tests))),
         plot_style=STYLE,
-        runs=[(run, _facts(run)) for run in runs],
+        tests=[(test, _facts(test)) for test in tests],
         examples=examples,
         num_differing_examples=num_differing,
-        hidden_example_rows=max(len(comparison.rows) - _MAX_EXAMPLE_ROWS, 0),
+        hidden_example_rows=max(len(rows) - _MAX_EXAMPLE_ROWS, 0),
         version=__version__,
         num_resamples=NUM_RESAMPLES,
     )
 
 
-def _facts(run: Run) -> dict[str, str]:
-    """Return by name how a run was made; facts that were not recorded are left out."""
-    environment = run.results["environment"]
+def _facts(test: ReportRow) -> dict[str, str]:
+    """Return by name how a test was made; facts that were not recorded are left out."""
+    environment = test.results["environment"]
     command = environment.get("command")
     facts = {
-        "folder": run.name,
+        "folder": test.run,
         "command": shlex.join(command) if isinstance(command, list) else command,
         "seed": environment.get("seed"),
-        "sampling": ", ".join(f"{name}={value}" for name, value in run.results["sampling"].items()),
-        "batch size": run.results["batch_size"],
+        "sampling": ", ".join(f"{name}={value}" for name, value in test.results["sampling"].items()),
+        "batch size": test.results["batch_size"],
         **describe_environment(environment),
     }
     return {name: str(value) for name, value in facts.items() if value is not None and value != ""}
 
 
-def _examples(comparison: Comparison) -> tuple[list[tuple[Any, ...]], int]:
-    """Return id, prompt, reference and predictions for a few prompts, prompts with a wrong answer first.
+def _examples(rows: Sequence[ReportRow]) -> tuple[list[list[tuple[ReportRow, ScoredPrediction]]], int]:
+    """Return the rows' predictions for a few examples, those with a wrong answer first.
 
-    Only the first rows are used. The second value counts ids with different prompts or references there.
+    The second value counts ids with different prompts or references.
     """
-    rows = comparison.rows[:_MAX_EXAMPLE_ROWS]
-    # Rows with another prompt or reference under the same id are another example.
-    answers: dict[tuple[str, tuple[str, str | None]], list[tuple[ComparisonRow, ScoredPrediction]]] = {}
-    for row in rows:
-        for identity, prediction in row.predictions.items():
-            answers.setdefault((identity, prediction.example), []).append((row, prediction))
-    wrong = [(i, p.example) for row in rows for i, p in row.predictions.items() if p.score < 1]
+    pairs = [(row, prediction) for row in rows for prediction in row.predictions.values()]
+    answers: dict[tuple[str, str, str | None], list[tuple[ReportRow, ScoredPrediction]]] = {}
+    for row, prediction in pairs:
+        answers.setdefault(prediction.example, []).append((row, prediction))
+    wrong = [prediction.example for _, prediction in pairs if prediction.score < 1]
     first = list(dict.fromkeys([*wrong, *answers]))[:_NUM_EXAMPLES]
-    examples = [(identity, *example, answers[identity, example]) for identity, example in first]
-    return examples, sum(number > 1 for number in Counter(identity for identity, _ in answers).values())
+    num_differing = sum(number > 1 for number in Counter(identity for identity, *_ in answers).values())
+    return [answers[example] for example in first], num_differing
 
 
 FORMATS: dict[str, tuple[str, Callable[[Comparison], str | bytes]]] = {
