@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from refusion_lit.reports.results import is_speed_baseline, note_on_speeds, shorten_value
 from refusion_lit.reports.rows import ReportRow
@@ -35,16 +34,6 @@ class Comparison:
         """The rows that are compared with another row."""
         return [row for row in self.rows if row.baseline is not row]
 
-    @property
-    def tests(self) -> list[ReportRow]:
-        """The first row of every test."""
-        return [next(rows) for _, rows in groupby(self.rows, key=lambda row: id(row.results))]
-
-    def count_prompts(self, row: ReportRow) -> str:
-        """Format a row's prompt count, with the largest count in the table if that is larger."""
-        most = max(max(len(other.predictions), int(other.figures.get("num_prompts", 0))) for other in self.rows)
-        return f"{row.num_prompts or 'unknown'}" + (f" of {most}" if 0 < row.num_prompts < most else "")
-
 
 def compare(rows: list[ReportRow], notes: list[str], baseline: str | None = None) -> Comparison:
     """Compare decoders: name the rows, and find their baselines and the Pareto front.
@@ -62,8 +51,10 @@ def compare(rows: list[ReportRow], notes: list[str], baseline: str | None = None
     _name_rows(rows)
     speeds = dict.fromkeys(note_on_speeds(row.results) for row in rows)
     baseline = baseline or _default_baseline(rows)
+    most = max(max(len(row.predictions), int(row.figures.get("num_prompts", 0))) for row in rows)
     for row in rows:
         row.baseline = _find_baseline(row, rows, baseline)
+        row.prompts = f"{row.num_prompts or 'unknown'}" + (f" of {most}" if 0 < row.num_prompts < most else "")
     return Comparison(
         rows=rows,
         notes=[*notes, *_mark_front(rows), *filter(None, speeds)],

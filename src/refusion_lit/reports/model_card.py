@@ -64,23 +64,14 @@ def model_card(
         chosen = _with_tested_options(chosen, tests)
     layout = published and published.layout
     evaluated = [result for test in tests for result in _eval_results(test)]
-    data = ModelCardData(
-        library_name="refusion-lit",
-        pipeline_tag="text-generation",
-        tags=[
-            "refusion-lit",
-            *([] if chosen.is_left_to_right else ["diffusion-language-model"]),
-            "parallel-decoding",
-        ],
-        base_model=_public(get_nested(config, "model.backbone.source")),
-        eval_results=evaluated or None,
-        model_name=Path(name).name if evaluated else None,
-    )
+    tags = ["refusion-lit", *([] if chosen.is_left_to_right else ["diffusion-language-model"]), "parallel-decoding"]
     options = changed_options(chosen)
     return _render(
         "model_card.md.jinja",
-        data,
         name,
+        tags,
+        get_nested(config, "model.backbone.source"),
+        evaluated,
         traits=traits,
         adapters=backbone.adapters,
         has_own_head=not getattr(backbone.config, "tie_word_embeddings", False),
@@ -126,26 +117,40 @@ def drafter_card(name: str, origin: DrafterOrigin, prompt: str) -> str:
     """
     base = origin.base or "MODEL"
     is_block = isinstance(origin.options, BlockDrafterOptions)
+    values = {"base": base, "options": origin.options, "is_block": is_block, "prompt": prompt}
+    return _render("drafter_card.md.jinja", name, ["speculative-decoding"], origin.base, [], **values)
+
+
+def _render(
+    template: str,
+    name: str,
+    tags: list[str],
+    base: str | None,
+    evaluated: list[EvalResult],
+    **values: Any,  # noqa: ANN401 - what the template shows
+) -> str:
+    """Fill in a template.
+
+    Args:
+        template: The template's file.
+        name: The directory or repository.
+        tags: Tags for the hub.
+        base: The base model, which the hub shows unless it is a local path, which means nothing elsewhere.
+        evaluated: Figures for the hub.
+        values: What the template shows.
+    """
     data = ModelCardData(
         library_name="refusion-lit",
         pipeline_tag="text-generation",
-        tags=["speculative-decoding"],
-        base_model=_public(origin.base),
+        tags=tags,
+        base_model=base if base and not Path(base).exists() else None,
+        eval_results=evaluated or None,
+        model_name=Path(name).name if evaluated else None,
     )
-    values = {"base": base, "options": origin.options, "is_block": is_block, "prompt": prompt}
-    return _render("drafter_card.md.jinja", data, name, **values)
-
-
-def _render(template: str, data: ModelCardData, name: str, **values: Any) -> str:  # noqa: ANN401
     path = str(Path(__file__).with_name(template))
     values |= {"name": name, "title": Path(name).absolute().name, "version": __version__}
     values |= {"quoted": repr, "word": shlex.quote}
     return str(ModelCard.from_template(data, template_path=path, **values))
-
-
-def _public(source: str | None) -> str | None:
-    """Return a published base model's name; ``None`` for a local path, which means nothing elsewhere."""
-    return source if source and not Path(source).exists() else None
 
 
 def _eval_results(test: Mapping[str, Any]) -> Iterator[EvalResult]:

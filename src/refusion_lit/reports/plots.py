@@ -58,7 +58,7 @@ def tradeoff_plot(comparison: Comparison, form: str = "svg") -> bytes:
     ]
     numbers = {method: number for number, method in enumerate(methods)}
     front = sorted(_coordinates(row) for row in comparison.rows if row.on_front)
-    titles = [describe_point(row, comparison) for row in comparison.rows]
+    titles = [_describe_point(row) for row in comparison.rows]
     with _figure(names, "tokens per forward", "score in %") as (figure, ax):
         if len(comparison.rows) > 1:
             ax.plot(*zip(*front, strict=True), "o-", color=_GREY, alpha=0.35, linewidth=7, markersize=22,
@@ -185,13 +185,13 @@ def _thin_out(curve: Curve) -> Curve:
     return [(fmean(step for step, _ in part), fmean(value for _, value in part)) for part in parts]
 
 
-def describe_point(row: ReportRow, comparison: Comparison) -> str:
+def _describe_point(row: ReportRow) -> str:
     """Describe a point in a line."""
     score, tokens = f"{row.score.estimate:.1f} %", f"{row.tokens_per_forward.estimate:.2f} tokens per forward"
     if row.has_intervals:
         score += f" ({row.score.low:.1f} to {row.score.high:.1f})"
         tokens += f" ({row.tokens_per_forward.low:.2f} to {row.tokens_per_forward.high:.2f})"
-    return f"{row.label}: score {score}, {tokens}, {comparison.count_prompts(row)} prompts"
+    return f"{row.label}: score {score}, {tokens}, {row.prompts} prompts"
 
 
 @contextmanager

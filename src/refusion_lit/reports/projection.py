@@ -211,17 +211,20 @@ def projection_tables(paths: Sequence[str], targets: str, baseline: str | None =
     Args:
         paths: Runs and sweeps.
         targets: ``MODEL@DEVICE``, several separated by commas.
-        baseline: A row or a decoder to compare with; by default the first ``Autoregressive`` decoder, or the first row.
+        baseline: A row, a decoder or an argument to compare with, as in a report; by default the first decoder of the
+            class ``Autoregressive``, or else the report's default.
 
     Raises:
         ValueError: If a target is unknown, or no run has counted calls.
     """
     parsed = [parse_target(text.strip()) for text in targets.split(",")]
-    rows = compare(*read_rows(paths), baseline).rows
+    rows, notes = read_rows(paths)
+    plain = next((row.decoder for row in rows if row.decoder_class == "Autoregressive"), None)
+    compare(rows, notes, baseline or plain)
     entries = [(row, *entry) for row in rows for entry in _list_calls(row)]
     fix = "run `refusion-lit test` again: it counts them"
     require(bool(entries), "project", f"runs with counted calls in {', '.join(paths)}", "runs without", fix)
-    return "\n".join(_table(*target, entries, baseline) for target in parsed)
+    return "\n".join(_table(*target, entries) for target in parsed)
 
 
 _Entry = tuple[ReportRow, str, int, CallShapes]
@@ -247,23 +250,16 @@ def _read_call_shapes(lines: Any, row: ReportRow) -> CallShapes:  # noqa: ANN401
         ) from error
 
 
-def _table(name: str, model: ModelSize, device: Device, entries: Sequence[_Entry], baseline: str | None) -> str:
+def _table(name: str, model: ModelSize, device: Device, entries: Sequence[_Entry]) -> str:
     """Return a target's table with its constants."""
-
-    def is_baseline(row: ReportRow) -> bool:
-        named = (row.label, row.decoder, row.method)
-        return row.decoder_class == "Autoregressive" if baseline is None else baseline in named
-
-    projections = [project(shapes, model, device) for *_, shapes in entries]
-    speeds = [
-        num_tokens / projection.seconds if projection.seconds else 0.0
-        for (_, _, num_tokens, _), projection in zip(entries, projections, strict=True)
-    ]
-    bases: dict[str, float] = {}  # speeds of the baseline, or else of the first row, by what was decoded
-    for (_, batches, *_), speed in sorted(zip(entries, speeds, strict=True), key=lambda e: not is_baseline(e[0][0])):
-        bases.setdefault(batches, speed)
+    projections = {(row, batches): project(shapes, model, device) for row, batches, _, shapes in entries}
+    speeds = {
+        (row, batches): num_tokens / seconds if (seconds := projections[row, batches].seconds) else 0.0
+        for row, batches, num_tokens, _ in entries
+    }
     columns: dict[str, list[Cell]] = {}
-    for (row, batches, num_tokens, shapes), projection, speed in zip(entries, projections, speeds, strict=True):
+    for row, batches, num_tokens, shapes in entries:
+        projection, speed, base = projections[row, batches], speeds[row, batches], speeds.get((row.baseline, batches))
         num_calls = sum(calls for (_, positions, _), (calls, _) in shapes.counts.items() if positions)
         num_positions = sum(positions * calls for (_, positions, _), (calls, _) in shapes.counts.items())
         part, seconds = max(asdict(projection).items(), key=itemgetter(1))
@@ -274,7 +270,7 @@ def _table(name: str, model: ModelSize, device: Device, entries: Sequence[_Entry
             "positions/token": f"{num_positions / max(num_tokens, 1):.1f}",
             "predicted tokens/s": f"{speed:.0f}",
             "most time": f"{part} {100 * seconds / max(projection.seconds, 1e-30):.0f} %",
-            "times baseline": f"{speed / bases[batches]:.2f}" if bases[batches] else "--",
+            "times baseline": f"{speed / base:.2f}" if base else "--",
         }
         for title, text in line.items():
             columns.setdefault(title, []).append((text,))

@@ -14,6 +14,7 @@ from typing import Any
 from refusion_lit.reports.intervals import Interval, ratio_difference, ratio_interval, score_difference, score_interval
 from refusion_lit.reports.results import RESULTS, format_options, read_latency, read_results
 from refusion_lit.utils.files import read_fingerprint, read_object
+from refusion_lit.utils.nested import get_nested
 from refusion_lit.utils.require import require
 
 
@@ -42,52 +43,42 @@ class ReportRow:
 
     Attributes:
         decoder: The decoder's name in the config.
+        decoder_class: The decoder's class; empty if it was not recorded.
         run: The test's directory, relative to the report's argument.
         source: The argument's unique name.
-        results: Content of ``results.json``, which all decoders of the test share.
         point: Options of the sweep's point by full name; empty outside a sweep.
+        results: Content of ``results.json``, which all decoders of the test share.
+        figures: Aggregate figures in the results; see :class:`~refusion_lit.metrics.DecodingMetrics`.
+        latency: Speeds measured in turns, by batch size; empty if none were measured.
+        mismatches: Why the model was not trained for this decoder; empty if it was.
         predictions: Predictions by prompt id; empty without a predictions file.
         method: Rows with the same method form a trade-off curve. This and the following are set by
             :func:`~refusion_lit.reports.comparison.compare`.
         name: The row's name without options.
         options: The options that differ between the sweep's points: texts by full name.
+        prompts: Number of prompts in words, with the largest number of any row if that is larger.
         on_front: Whether the row is on the Pareto front.
         has_other_prompts: Whether the row's prompts differ from the front's prompts.
         baseline: The row that this row is compared with; the row itself for a baseline.
     """
 
     decoder: str
+    decoder_class: str
     run: str
     source: str
-    results: dict[str, Any]
     point: dict[str, Any]
+    results: dict[str, Any]
+    figures: dict[str, Any]
+    latency: dict[str, dict[str, Any]]
+    mismatches: list[str]
     predictions: dict[str, ScoredPrediction]
     method: str = ""
     name: str = ""
     options: dict[str, str] = field(default_factory=dict)
+    prompts: str = ""
     on_front: bool = False
     has_other_prompts: bool = False
     baseline: ReportRow = field(init=False, repr=False)
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        """Aggregate figures; see :class:`~refusion_lit.metrics.DecodingMetrics`."""
-        return self.results["results"][self.decoder]
-
-    @property
-    def latency(self) -> dict[str, dict[str, Any]]:
-        """Speeds measured in turns, by batch size; empty if none were measured."""
-        return read_latency(self.results).get(self.decoder, {})
-
-    @property
-    def mismatches(self) -> list[str]:
-        """Why the model was not trained for this decoder; empty if it was."""
-        return list(self.results["mismatches"].get(self.decoder) or [])
-
-    @property
-    def decoder_class(self) -> str:
-        """The decoder's class; empty if it was not recorded."""
-        return str(self.results["decoders"].get(self.decoder, {}).get("class") or "")
 
     @property
     def label(self) -> str:
@@ -288,7 +279,18 @@ def read_test(path: Path, notes: list[str], source: str = "", argument: Path | N
             for name in results["metrics"]:
                 figures[name] = sum(p.metrics.get(name, 0.0) for p in predictions.values()) / len(predictions)
         rows.append(
-            ReportRow(decoder=decoder, run=run, source=source, results=results, point=point, predictions=predictions)
+            ReportRow(
+                decoder=decoder,
+                decoder_class=str(get_nested(results["decoders"].get(decoder), "class") or ""),
+                run=run,
+                source=source,
+                point=point,
+                results=results,
+                figures=figures,
+                latency=read_latency(results).get(decoder, {}),
+                mismatches=list(results["mismatches"].get(decoder) or []),
+                predictions=predictions,
+            )
         )
     return rows
 

@@ -96,7 +96,7 @@ def comparison_columns(comparison: Comparison, names: Collection[str] = _SPEEDS)
     rows = comparison.rows
     figures = [row.figures for row in rows]
     return [
-        ("prompts", [(comparison.count_prompts(row),) for row in rows]),
+        ("prompts", [(row.prompts,) for row in rows]),
         ("score %", [make_cell(row.score, 1) for row in rows]),
         *((name, [make_cell(values.get(name), 3) for values in figures]) for name in comparison.metrics),
         ("tokens/forward", [make_cell(row.tokens_per_forward, 2) for row in rows]),

@@ -45,6 +45,7 @@ def write_report(
     *,
     baseline: str | None = None,
     formats: Sequence[str] = ("html",),
+    title: str | None = None,
 ) -> list[Path]:
     """Write a report on runs and sweeps; the plot is always written, as an SVG file.
 
@@ -56,6 +57,7 @@ def write_report(
             with, or else the first row.
         formats: Names in :data:`FORMATS`: ``html`` is the page, ``markdown``, ``latex`` (``booktabs``) and ``csv`` are
             tables, ``pdf`` and ``png`` are plots.
+        title: Title of a table that is printed, too; ``None``: print none.
 
     Returns:
         The written files in format order, and the SVG plot last.
@@ -68,14 +70,12 @@ def write_report(
     require(bool(formats) and set(formats) <= set(FORMATS), "format", allowed, ",".join(formats), "choose among these")
     require("" not in (*paths, output), "report", "directories with names", "", "write . for this one")
     comparison = compare(*read_rows(paths), baseline)
-    _print_notes(comparison.notes)
+    if title is not None:
+        print_comparison(title, comparison)
+    sys.stderr.writelines(f"note: {note}\n" for note in comparison.notes)
     first = Path(paths[0])
     place = Path() if len(paths) > 1 else first.parent if first.is_file() else first
-    return write_comparison(comparison, place / "report" if output is None else Path(output), formats)
-
-
-def write_comparison(comparison: Comparison, directory: Path, formats: Sequence[str] = ("html",)) -> list[Path]:
-    """Write a comparison into a directory; see :func:`write_report`."""
+    directory = place / "report" if output is None else Path(output)
     names = [FORMATS[form][0] for form in formats]
     others = [name for name in [*names, _PLOT] if (directory / name).exists() and not (directory / _PLOT).exists()]
     fix = "choose another directory"
@@ -89,10 +89,6 @@ def write_comparison(comparison: Comparison, directory: Path, formats: Sequence[
     return [directory / name for name in files]
 
 
-def _print_notes(notes: Sequence[str]) -> None:
-    sys.stderr.writelines(f"note: {note}\n" for note in notes)
-
-
 def report_results(path: Path, title: str) -> None:
     """Print the figures of a finished test or sweep and write its report.
 
@@ -102,12 +98,8 @@ def report_results(path: Path, title: str) -> None:
         path: The test's ``results.json``, or the sweep's directory.
         title: Title of the printed table.
     """
-    directory = path.parent if path.is_file() else path
     try:
-        comparison = compare(*read_rows([path]))
-        print_comparison(title, comparison)
-        _print_notes(comparison.notes)
-        sys.stderr.write(f"report: {write_comparison(comparison, directory / 'report')[0]}\n")
+        sys.stderr.write(f"report: {write_report([path], title=title)[0]}\n")
     except (ValueError, OSError) as error:
         warnings.warn(f"the results are written, but their report is not: {error}", stacklevel=2)
 
@@ -119,7 +111,8 @@ def html_report(comparison: Comparison, tradeoff: bytes | None = None) -> str:
         comparison: The comparison.
         tradeoff: The tradeoff plot as an SVG file; drawn if not given.
     """
-    rows, tests = comparison.rows, comparison.tests
+    rows = comparison.rows
+    tests = list({id(row.results): row for row in rows}.values())  # a row of every test
     examples, num_differing = _examples(rows[:_MAX_EXAMPLE_ROWS])
     recorded = {key for row in rows for key, value in row.figures.items() if value is not None}
     environment = Environment(
