@@ -125,7 +125,7 @@ def _render(
     template: str,
     name: str,
     tags: list[str],
-    base: str | None,
+    base_model: str | None,
     evaluated: list[EvalResult],
     **values: Any,  # noqa: ANN401 - what the template shows
 ) -> str:
@@ -135,7 +135,7 @@ def _render(
         template: The template's file.
         name: The directory or repository.
         tags: Tags for the hub.
-        base: The base model, which the hub shows unless it is a local path, which means nothing elsewhere.
+        base_model: The base model, which the hub shows unless it is a local path, which means nothing elsewhere.
         evaluated: Figures for the hub.
         values: What the template shows.
     """
@@ -143,7 +143,7 @@ def _render(
         library_name="refusion-lit",
         pipeline_tag="text-generation",
         tags=tags,
-        base_model=base if base and not Path(base).exists() else None,
+        base_model=base_model if base_model and not Path(base_model).exists() else None,
         eval_results=evaluated or None,
         model_name=Path(name).name if evaluated else None,
     )
