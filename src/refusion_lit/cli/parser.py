@@ -155,7 +155,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
     classes = re.findall(r"\.(\w+)(?=,|$)", getattr(action, "extra_help", str)())  # the known subclasses in its help
     classes = [name for name in classes if not re.search(rf"\b{name}\b", hint)]
     takes_class = classes and "float" not in hint  # a learning rate may also be a class, torch's Tensor
-    if takes_class and error and (error["owner"] or "") in hint:
+    if takes_class and error and re.search(rf"\b{error['owner'] or ''}\b", hint):
         nearest = suggest(error["name"] or "", classes)
         form = "" if "did you mean" in nearest else "; write {class_path: NAME, init_args: {OPTION: VALUE}}"
         text += form + nearest
