@@ -50,6 +50,7 @@ def test_python_and_training_data_have_the_prompts_of_transformers(kind: str, fo
     assert row.token_ids == output
     sample = encode_example(model.tokenizer, Example(id="0", query=PROMPT, response="Paris"))
     assert [*sample.prompt_ids] == expected
+    # An answer has no BOS token. Its last token is EOS, which for gpt2 is the same token.
     assert model.tokenizer.bos_token_id is None or model.tokenizer.bos_token_id not in [*sample.response_ids][:-1]
 
 
@@ -64,7 +65,7 @@ def test_commands_and_server_have_the_prompts_of_python(
     assert main(["generate", "--ckpt_path", str(folders[kind]), "--prompt", PROMPT, *options]) == 0
     out, err = capsys.readouterr()
     assert out.rstrip("\n") == expected.text.rstrip("\n")
-    assert err.count("add_bos") == (kind in WITH_BOS)
+    assert err.count("add_bos") == (kind in WITH_BOS), "a note says that prompts begin with a BOS token"
     with serving(model, Autoregressive()) as server:
         body = {"model": "additions", "prompt": PROMPT, "max_tokens": 8}
         head = {"Content-Type": "application/json"}
@@ -97,14 +98,16 @@ def test_the_option_add_bos_adds_one_bos_or_none_or_follows_the_tokenizer(kind: 
     def prompt() -> list[int]:
         return [*encode_example(tokenizer, Example(id="0", query=PROMPT, response="a")).prompt_ids]
 
-    before = prompt()
+    by_default = prompt()
     set_add_bos(tokenizer, True)
     assert prompt()[0] == bos
     assert prompt()[1] != bos
     set_add_bos(tokenizer, False)
-    assert prompt() == (before[1:] if template is None and before[0] == bos else before)
+    # A chat template writes its BOS token itself, whatever the option says.
+    has_removable_bos = template is None and by_default[0] == bos
+    assert prompt() == (by_default[1:] if has_removable_bos else by_default)
     set_add_bos(tokenizer, "auto")
-    assert prompt() == before
+    assert prompt() == by_default
 
 
 @pytest.mark.parametrize("kind", WITH_BOS)
@@ -120,7 +123,7 @@ def test_a_prompt_template_that_names_bos_gets_no_second(kind: str) -> None:
 
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_the_option_is_stored_with_the_model(tmp_path: Path, folders: dict[str, Path], add_bos: bool) -> None:
-    kind = "gpt2" if add_bos else "llama3"
+    kind = "gpt2" if add_bos else "llama3"  # a tokenizer whose default is the opposite
     model = load(folders[kind], device="cpu", add_bos=add_bos)
     expected = model.encode(PROMPT)
     assert expected != reference_ids(folders[kind])
@@ -146,7 +149,9 @@ def test_the_data_module_has_the_option(tmp_path: Path, folders: dict[str, Path]
     task = InstructionFiles(train=str(path), validation=str(path), test=str(path))
     source = PretrainedTokenizer(source=str(folders["llama2"]))
     data = InstructionDataModule(task, source, batch_size=1, add_bos=add_bos)
-    expected = reference_ids(folders["llama2"])[add_bos is False :]
+    expected = reference_ids(folders["llama2"])
+    if add_bos is False:
+        expected = expected[1:]
     batch = next(iter(data.train_dataloader())).batch
     assert batch.input_ids[0, : batch.prompt_lengths[0]].tolist() == expected
     assert [*data.training_prompt().token_ids] == expected  # rollouts begin with it
@@ -158,6 +163,7 @@ def test_the_data_module_has_the_option(tmp_path: Path, folders: dict[str, Path]
 @pytest.mark.parametrize("add_bos", ["auto", True, False])
 @pytest.mark.parametrize("template", [None, "chat", ZEPHYR])
 def test_the_program_on_the_card_encodes_likewise(kind: str, add_bos: Any, template: str | None) -> None:
+    """The card of an exported model shows a program for transformers; its prompt is the prompt of the training."""
     tokenizer = make_tokenizer(kind, chat=template == "chat")
     tokenizer.chat_template = template if template == ZEPHYR else tokenizer.chat_template
     if add_bos is True and tokenizer.bos_token_id is None:

@@ -24,6 +24,8 @@ from support.servers import address, serving
 from support.tokenizer_zoo import make_model, make_tokenizer
 
 QUERY = "Where is Paris?"
+# The template reads the options "enable_thinking" (if it is false, the prompt ends with "no") and "known" (the roles
+# whose turns are rendered), and sets the variable "marks".
 TEMPLATE = (
     "{%- set marks = namespace(last=messages | length) %}"
     "{%- for m in messages %}{%- if m.role not in known | default(['system', 'user', 'assistant', 'tool']) %}"
@@ -108,13 +110,15 @@ def test_turns_of_tools_reach_the_template_and_dropped_roles_are_refused(folder:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "France", "tool_call_id": "1"},
     ]
+    # What the server gives to the template: arguments as values instead of JSON text.
     rendered = [*turns]
     rendered[1] = {"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": {"city": "Paris"}}}]}
     model = load(folder, device="cpu")
     with serving(model, Autoregressive()) as server:
         answer = ask(address(server), messages=turns)
         assert answer["usage"]["prompt_tokens"] == len(reference(folder, rendered))
-        for number, turn in ((0, {"role": "developer", "content": "Be brief."}), (2, {"role": "user"})):
+        dropped_turn, turn_without_content = {"role": "developer", "content": "Be brief."}, {"role": "user"}
+        for number, turn in ((0, dropped_turn), (2, turn_without_content)):
             with pytest.raises(urllib.error.HTTPError) as error:
                 ask(address(server), messages=[*turns[:number], turn, *turns[number + 1 :]])
             refused = json.loads(error.value.read())["error"]
@@ -122,7 +126,17 @@ def test_turns_of_tools_reach_the_template_and_dropped_roles_are_refused(folder:
             assert refused["param"].startswith(f"messages.{number}")
 
 
-@pytest.mark.parametrize("options", [{"thinking": False}, {"messages": []}, {"role": "user"}, {"marks": 1}, [1], "x"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"thinking": False}, id="the template does not read it"),
+        pytest.param({"messages": []}, id="the conversation itself"),
+        pytest.param({"role": "user"}, id="a field of a turn"),
+        pytest.param({"marks": 1}, id="a variable that the template sets"),
+        pytest.param([1], id="a list"),
+        pytest.param("x", id="a text"),
+    ],
+)
 def test_options_that_the_template_does_not_read_are_refused(folder: Path, options: Any) -> None:
     with pytest.raises(ValueError, match=r"^chat_template_kwargs: .*"):
         load(folder, device="cpu", chat_template_kwargs=options)
@@ -146,6 +160,7 @@ def test_a_tokenizer_without_template_takes_no_options() -> None:
 
 
 def test_a_response_after_an_opening_that_history_lacks_ends_as_the_template_ends_turns() -> None:
+    """The generation prompt adds "no" before the answer, which no earlier turn of the assistant has."""
     tokenizer = make_tokenizer("qwen", chat=True)
     tokenizer.chat_template = TEMPLATE
     set_chat_options(tokenizer, OFF)

@@ -24,7 +24,7 @@ from refusion_lit.modeling.vocabulary import add_eos_tokens, prompt_prefix
 from refusion_lit.tasks import Example, InstructionFiles
 from support.tokenizer_zoo import KINDS, TEMPLATES, ZEPHYR, make_model, make_tokenizer
 
-# In this file "whole" are the tokens that transformers' apply_chat_template makes of a conversation with its answer.
+# In this file, ``whole`` is a conversation with its answer as transformers' apply_chat_template encodes it.
 
 TURNS = ({"role": "user", "content": "Where is Paris?"}, {"role": "assistant", "content": "In France."},
          {"role": "user", "content": "And Rome?\n"})  # fmt: skip
@@ -155,24 +155,39 @@ FALCON = (  # a space before the answer that the prompt lacks; answers are trimm
 
 @pytest.mark.parametrize("kind", ["llama2", "qwen", "gemma"])
 @pytest.mark.parametrize(
-    ("template", "end"),
-    [(GLM, "<|user|>"), (COHERE, "<|END_OF_TURN|>"), (COHERE, None), (HARMONY, "<|return|>"), (FALCON, None)],
-    ids=["glm", "cohere", "cohere-base", "harmony", "falcon"],
+    ("template", "eos_token", "last"),
+    [
+        pytest.param(GLM, "<|user|>", None, id="glm"),
+        pytest.param(COHERE, "<|END_OF_TURN|>", "<|END_OF_TURN|>", id="cohere"),
+        pytest.param(COHERE, None, "<|END_RESPONSE|>", id="cohere-base"),
+        pytest.param(HARMONY, "<|return|>", "<|return|>", id="harmony"),
+        pytest.param(FALCON, None, None, id="falcon"),
+    ],
 )
-def test_openings_and_ends_of_answers_are_those_of_the_template(kind: str, template: str, end: str | None) -> None:
+def test_openings_and_ends_of_answers_are_those_of_the_template(
+    kind: str, template: str, eos_token: str | None, last: str | None
+) -> None:
+    """Answers are encoded as the template renders them.
+
+    Args:
+        kind: The tokenizer.
+        template: The chat template.
+        eos_token: The tokenizer's EOS token, if it is a token of the template.
+        last: The token with which training lets an answer end; ``None`` if the template ends no turn, so that EOS is
+            appended.
+    """
     tokenizer: Any = make_tokenizer(kind, chat=True, chat_template=template)
     names = dict.fromkeys(["<|user|>", "<|assistant|>", *re.findall(_NAME, template)])
     tokenizer.add_special_tokens({"additional_special_tokens": [*names]})
-    if end is not None:
-        tokenizer.eos_token = end
-    last = {GLM: None, FALCON: None, HARMONY: "<|return|>"}.get(template, end or "<|END_RESPONSE|>")
+    if eos_token is not None:
+        tokenizer.eos_token = eos_token
     assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids(last or tokenizer.eos_token)
     for answer in ("a", "final", "  In France.\n", "assistant"):
         turns = [*TURNS, {"role": "assistant", "content": answer}]
         sample = encode_example(tokenizer, Example(id="0", query="", response=answer, messages=TURNS))
         whole = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
         ids = [*sample.prompt_ids, *sample.response_ids]
-        if last is None:  # the template ends no turn
+        if last is None:
             assert ids == [*whole, tokenizer.eos_token_id]
         else:
             assert ids == whole[: len(ids)]
@@ -193,7 +208,7 @@ def test_a_turn_may_end_with_an_added_token_that_is_not_special() -> None:
     assert Detokenizer(tokenizer)(sample.response_ids, sample.prompt_ids) == "In Italy."
 
 
-QWEN3 = (  # thoughts are taken out of the text of an answer, and the last answer has them always
+QWEN3 = (  # the last answer always has a block of thoughts, even an empty one; earlier answers lose theirs
     _TURN + "{% set parts = m['content'].split('</think>') %}<|im_start|>assistant\n{% if loop.last %}<think>\n"
     "{{ parts[0].split('<think>')[-1].strip('\n') if parts | length > 1 }}\n</think>\n\n{% endif %}"
     "{{ parts[-1].strip() }}<|im_end|>\n{% else %}<|im_start|>user\n{{ m['content'] }}<|im_end|>\n{% endif %}"
@@ -229,10 +244,11 @@ def test_tags_of_thoughts_in_answers_are_special_tokens_and_in_questions_text() 
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     answer = "<think>\nHm.\n</think>\n\nIn Italy."
     turns = [TURNS[0], {"role": "assistant", "content": answer}] * 2
-    for num in (1, 3):
-        sample = encode_example(tokenizer, Example(id="0", query="", response=answer, messages=tuple(turns[:num])))
+    for num_before in (1, 3):  # the first answer, and the second
+        messages = tuple(turns[:num_before])
+        sample = encode_example(tokenizer, Example(id="0", query="", response=answer, messages=messages))
         ids = [*sample.prompt_ids, *sample.response_ids]
-        assert ids == tokenizer.apply_chat_template(turns[: num + 1], return_dict=True)["input_ids"][: len(ids)]
+        assert ids == tokenizer.apply_chat_template(turns[: num_before + 1], return_dict=True)["input_ids"][: len(ids)]
         assert ids[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
         assert tokenizer.convert_tokens_to_ids("</think>") in sample.response_ids
     asked = encode_prompt(tokenizer, "What is </think>?")
@@ -267,7 +283,7 @@ def test_names_of_special_tokens_in_a_query_are_text_within_text(kind: str, temp
 def test_given_text_of_templates_gains_no_space(kind: str) -> None:
     tokenizer = make_tokenizer(kind)
     detokenize = Detokenizer(tokenizer)
-    [hash_id] = encode_text(tokenizer, "a#")[-1:]
+    [hash_id] = encode_text(tokenizer, "a#")[-1:]  # "#" within a text; alone, some tokenizers put a space before it
     prompt = encode_prompt(tokenizer, "Fill in:")
     for text in ("A{{1}}B", '{"name": "{{2}}", "age": {{1}}}', " A {{1}} B"):
         [tokens] = Template.parse(text).encode(tokenizer)
@@ -280,7 +296,7 @@ def test_given_text_of_templates_gains_no_space(kind: str) -> None:
 
 
 def test_the_trained_end_of_turn_ends_answers(tmp_path: Path) -> None:
-    """A base's tokenizer may name another EOS token than its template."""
+    """A base model's tokenizer may name another EOS token than its template: both end texts after loading."""
     folder = make_model("qwen", tmp_path / "model", chat=True)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"query": "Where?", "response": "Here."}) + "\n")
@@ -354,7 +370,7 @@ def test_turns_of_tool_calls_are_trained_as_the_template_renders_them(
     tools = TOOLS if "tools" in template else None
     samples = [encode_example(tokenizer, example) for example in read_chat(tmp_path / "rows.jsonl", turns, tools)]
     whole: Any = tokenizer.apply_chat_template(turns, tools=TOOLS, tokenize=False)
-    for sample, place in zip(samples, range(1, len(turns), 2), strict=True):
+    for sample, place in zip(samples, range(1, len(turns), 2), strict=True):  # every second turn is the assistant's
         before: Any = tokenizer.apply_chat_template(
             turns[:place], tools=TOOLS, tokenize=False, add_generation_prompt=True
         )
@@ -373,11 +389,11 @@ def test_turns_of_tool_calls_are_trained_as_the_template_renders_them(
 @pytest.mark.parametrize(
     ("kind", "template", "name"),
     [
-        ("qwen", None, "calls"),
-        ("gemma", None, "calls"),
-        ("qwen", None, "both"),
-        ("llama3", LLAMA, "parallel"),
-        ("llama3", LLAMA, "both"),
+        pytest.param("qwen", None, "calls", id="qwen drops a call"),
+        pytest.param("gemma", None, "calls", id="gemma drops a call"),
+        pytest.param("qwen", None, "both", id="qwen drops a call after a text"),
+        pytest.param("llama3", LLAMA, "parallel", id="llama refuses parallel calls"),
+        pytest.param("llama3", LLAMA, "both", id="llama drops a text before a call"),
     ],
 )
 def test_what_a_template_drops_from_a_trained_turn_is_refused_by_row_and_turn(
@@ -492,11 +508,11 @@ def test_tools_and_calls_of_a_chat_reach_the_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "word"),
     [
-        ({"content": "bad", "weight": 0}, "weight"),
-        ({"content": "4", "weight": 0.5}, "weight"),
-        ({"content": " "}, "text"),
-        ({"content": "I look.", "tool_calls": CALL}, "tool_calls"),
-        ({"content": "4", "reasoning_content": "two and two"}, "reasoning_content"),
+        pytest.param({"content": "bad", "weight": 0}, "weight", id="weight 0"),
+        pytest.param({"content": "4", "weight": 0.5}, "weight", id="weight 0.5"),
+        pytest.param({"content": " "}, "text", id="no text"),
+        pytest.param({"content": "I look.", "tool_calls": CALL}, "tool_calls", id="calls"),
+        pytest.param({"content": "4", "reasoning_content": "two and two"}, "reasoning_content", id="reasoning"),
     ],
 )
 def test_fields_of_an_answer_that_training_would_ignore_are_refused_by_name(

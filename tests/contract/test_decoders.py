@@ -183,16 +183,17 @@ def has_random_order(decoder: Decoder) -> bool:
 def test_the_seed_alone_decides_what_is_drawn(cls: type[Decoder]) -> None:
     decoder = cls()
     drawn_prompts = [Prompt(token_ids=(3, 4), id=f"p{i}") for i in range(2)]
-    sampling = SamplingParams(max_new_tokens=16, temperature=20.0, seed=4)
 
-    def text(seed: int) -> list[list[int]]:
+    def sample_texts(seed: int) -> list[list[int]]:
         model = HashModel(1, traits=traits_for(decoder))
-        return [row.token_ids for row in decode(model, decoder, drawn_prompts, replace(sampling, seed=seed)).rows]
+        # The temperature makes all tokens nearly equally probable, so two seeds hardly give the same texts.
+        sampling = SamplingParams(max_new_tokens=16, temperature=20.0, seed=seed)
+        return [row.token_ids for row in decode(model, decoder, drawn_prompts, sampling).rows]
 
-    drawn = text(4)
-    assert drawn == text(4)
-    assert drawn != text(5)
-    assert len({tuple(row) for row in drawn}) > 1, "equal prompts of different ids differ"
+    first, second = sample_texts(4)
+    assert [first, second] == sample_texts(4)
+    assert [first, second] != sample_texts(5)
+    assert first != second, "equal prompts of different ids differ"
 
 
 @each_decoder
@@ -262,6 +263,7 @@ def test_stops_are_decided_token_by_token_in_text_order(
 ) -> None:
     decoder, sampling = data.draw(setups(cls))
     sampling = replace(sampling, temperature=temperature)
+    # ``decode_letters`` writes "d", "e" and "f" for the tokens 3, 4 and 5.
     stop = tuple(data.draw(st.lists(st.text("def", min_size=1, max_size=2), max_size=2)))
     stopping = replace(sampling, stop=stop)
     unstopped_rows = decode(make(decoder), decoder, drawn_prompts, sampling).rows
@@ -284,9 +286,10 @@ def stop_slowly(tokens: list[int], sampling: SamplingParams) -> list[int] | None
 @each_decoder
 def test_a_response_of_hundreds_of_tokens_is_exact(cls: type[Decoder]) -> None:
     decoder = LLaDA(steps=16) if cls is LLaDA else cls()
-    model, prompt = OracleModel(oracle_text(None), traits=traits_for(decoder)), Prompt(token_ids=(3, 4), id="p")
+    text = oracle_text(None)
+    model, prompt = OracleModel(text, traits=traits_for(decoder)), Prompt(token_ids=(3, 4), id="p")
     [row] = decode(model, decoder, [prompt], SamplingParams(max_new_tokens=192)).rows
-    assert row.token_ids == [oracle_text(None)(place) for place in range(2, 194)]
+    assert row.token_ids == [text(position) for position in range(2, 2 + 192)]
 
 
 # Expected numbers of forward passes, computed by arithmetic.
@@ -327,26 +330,29 @@ def refusion_forwards(decoder: ReFusion, case: Case) -> int | None:
     if decoder.selection == "random":
         return None  # how much is decoded after an end depends on the order
     size = decoder.slot_size
-    per_block = ceil(ceil(case.budget / size) / (decoder.num_serial_blocks or min(2, ceil(case.budget / size))))
+    num_slots = ceil(case.budget / size)
+    per_block = ceil(num_slots / (decoder.num_serial_blocks or min(2, num_slots)))
     certainty = case.certainty**size if decoder.slot_confidence == "product" else case.certainty
-    at_once = 1 if decoder.selection == "sequential" else per_block
-    at_once = decoder.k or at_once
-    if decoder.selection not in ("top_k", "sequential") and not certainty > decoder.slot_threshold:
-        at_once = 1
+    if decoder.selection in ("top_k", "sequential"):
+        at_once = decoder.k or 1
+    else:  # all slots are equally sure: all of a block exceed the threshold, or none, and then a single slot is chosen
+        at_once = per_block if certainty > decoder.slot_threshold else 1
     # Blocks are decoded whole, except that slots after an EOS token are dropped, even if it lies beyond the budget.
     num_slots = ceil(ceil(case.length / size) / per_block) * per_block
     end = case.end if case.end is not None and case.end < num_slots * size else None
     if end is not None:
         num_slots = end // size + 1
-    num, slot, planned = 0, 0, False
+    num, slot, is_planned = 0, 0, False
     while slot < num_slots:
-        chosen = min(at_once, per_block - slot % per_block)
+        num_chosen = min(at_once, per_block - slot % per_block)
         infill = infill_forwards(decoder, case, None if end is None else end - slot * size)
-        if decoder.infill == "bonus":  # an oracle's drafts are its own choice: accepted, but for first tokens
-            infill = -(size == 1 or end == slot * size)
-        num += 2 - planned + infill
-        slot += chosen
-        planned = decoder.fused and (infill == 0 or isinstance(decoder, RecomputeKV))
+        if decoder.infill == "bonus":  # an oracle's drafts are its own choice, so all are accepted
+            needs_no_verification = size == 1 or end == slot * size  # first tokens are accepted as drafted
+            infill = -1 if needs_no_verification else 0
+        num += 1 + infill  # the verification
+        num += not is_planned  # the plan, unless the forward pass before has made it
+        slot += num_chosen
+        is_planned = decoder.fused and (infill == 0 or isinstance(decoder, RecomputeKV))
     return num
 
 
@@ -355,10 +361,11 @@ def infill_forwards(decoder: ReFusion, case: Case, end: int | None) -> int:
     size = decoder.slot_size
     if size == 1 or case.agreement > decoder.token_threshold or end == 0:
         return 0  # accepted by the verification: all tokens, or a first one that ends
-    # Each round accepts one more token of each slot, up to the end in the first slot.
+    # Each round accepts one more token of each slot, up to the end in the first slot. The first token is accepted
+    # already, but the first forward pass of autoregressive infill only proposes. A round of masks drafts and verifies.
     num_tokens = end + 1 if end is not None and end < size else size
-    num = num_tokens if decoder.infill == "autoregressive" else 2 * (num_tokens - 1)  # the first one only proposes
-    return num + isinstance(decoder, RecomputeKV)
+    num = num_tokens if decoder.infill == "autoregressive" else 2 * (num_tokens - 1)
+    return num + isinstance(decoder, RecomputeKV)  # which feeds the filled slots again
 
 
 def block_forwards(decoder: BlockDiffusion, case: Case) -> int | None:
@@ -380,27 +387,25 @@ def fast_dllm_forwards(decoder: FastDLLM, case: Case) -> int | None:
     num, block_length = 0, decoder.block_length or case.budget
     for first in range(0, case.budget, block_length):
         size = min(block_length, case.budget - first)
-        first_alone = decoder.shifted and decoder.cache != "none"
-        num += min(size, 1 + first_alone) if case.certainty >= decoder.threshold else size
+        # A shifted model with a cache unmasks the first token of a block in a forward pass of its own.
+        num_if_sure = 2 if decoder.shifted and decoder.cache != "none" else 1
+        num += min(size, num_if_sure) if case.certainty >= decoder.threshold else size
     return num
 
 
 def wedlm_forwards(decoder: WeDLM, case: Case) -> int:
     """Count forward passes where all masks are nearly equally sure, so that blocks and penalties alone decide."""
     others = VOCAB + NUM_EXTRA_ROWS - 1
-    rest = (1 - case.certainty) / others
+    rest = (1 - case.certainty) / others  # the probability of every other token
     if decoder.selection == "confidence":
         log_odds = log(case.certainty / rest) / decoder.confidence_temperature
         probability = 1 / (1 + others * exp(-log_odds))
         is_sure = decoder.confidence_threshold is not None and probability >= decoder.confidence_threshold
-        return -(-case.length // decoder.window_size) if is_sure else case.length
+        return ceil(case.length / decoder.window_size) if is_sure else case.length
     entropy = -case.certainty * log(case.certainty) - others * rest * log(rest)
-    num, num_filled, num_leading = 0, 0, 0
-    while num_filled < case.length:
-        values = [entropy + decoder.position_penalty * k for k in range(decoder.window_size)]
-        num_leading = max(1, sum(value < (decoder.entropy_threshold or 0) for value in values))
-        num, num_filled = num + 1, num_filled + num_leading
-    return num
+    values = [entropy + decoder.position_penalty * k for k in range(decoder.window_size)]
+    num_per_forward = max(1, sum(value < (decoder.entropy_threshold or 0) for value in values))
+    return ceil(case.length / num_per_forward)
 
 
 def card_forwards(decoder: CARD, case: Case) -> int:
@@ -449,11 +454,11 @@ def d2f_forwards(decoder: D2F, case: Case) -> int:
         is_due = num > 0 and known[num_open - 1] / size >= decoder.add_threshold and num_open < len(known)
         has_ended = case.end is not None and is_known(case.end)
         num_open += is_due and not has_ended and num_incomplete < (decoder.num_open_blocks or len(known) + 1)
-        before = [size, *known]
+        known_in_previous = [size, *known]  # the prompt precedes the first block
         for i in range(num_open):
             if case.certainty > decoder.threshold:
                 known[i] = size
-            elif before[i] / size >= decoder.activate_threshold:
+            elif known_in_previous[i] / size >= decoder.activate_threshold:
                 known[i] = min(known[i] + 1, size)
         num += 1
     return num
@@ -490,7 +495,7 @@ def uniform_forwards(decoder: UniformDiffusion, case: Case) -> int | None:
     """Count a forward for the text and all steps of each canvas, if no canvas is ever confident."""
     if decoder.confidence_threshold > 0:
         return None
-    return -(-case.length // decoder.canvas_length) * (1 + decoder.num_steps)
+    return ceil(case.length / decoder.canvas_length) * (1 + decoder.num_steps)
 
 
 def apd_forwards(decoder: APD, case: Case) -> int:
@@ -575,9 +580,7 @@ def test_options_of_another_kind_are_refused_by_name(cls: type[Decoder]) -> None
 
 def test_all_decoders_are_exported() -> None:
     exported = {getattr(refusion_lit.decoding, name) for name in refusion_lit.decoding.__all__}
-    core, extras = (
-        {cls for cls in DECODERS if ("contrib" in cls.__module__) == is_extra} for is_extra in (False, True)
-    )
-    assert core <= exported
+    extras = {cls for cls in DECODERS if "contrib" in cls.__module__}
+    assert set(DECODERS) - extras <= exported
     assert not extras & exported
     assert all(getattr(refusion_lit.decoding, cls.__name__) is cls for cls in extras), "plugins resolve by name"

@@ -59,7 +59,8 @@ def template_constraint(size: int, spans: dict[int, Span]) -> Constraint:
 @st.composite
 def templates(draw: st.DrawFn, max_holes: int) -> tuple[int | None, ...]:
     """Draw given tokens of a response, the mask and padding among them; an end of sequence only at the end."""
-    places = st.none() | st.sampled_from([t for t in range(VOCAB) if t not in (EOS, 5)])
+    ends = (EOS, 5)  # the EOS tokens of both kinds of special tokens in ``SPECIALS``
+    places = st.none() | st.sampled_from([t for t in range(VOCAB) if t not in ends])
     tokens = draw(st.lists(places, max_size=20))
     holes = [place for place, token in enumerate(tokens) if token is None]
     for place in holes[max_holes:]:
@@ -105,8 +106,8 @@ def test_decoders_keep_given_tokens_or_not() -> None:
     kept = set(filter(keeps, DECODERS))
     assert kept == KEEPS, "a new decoder belongs into KEEPS or into REFUSES"
     assert set(DECODERS) - kept == REFUSES
-    output = [cls.refuses != Decoder.refuses or cls.refusal is not Decoder.refusal for cls in DECODERS]
-    assert all(output), "refuses without a reason of its own"
+    has_reason = [cls.refuses != Decoder.refuses or cls.refusal is not Decoder.refusal for cls in DECODERS]
+    assert all(has_reason), "refuses without a reason of its own"
 
 
 @pytest.mark.parametrize(
@@ -206,42 +207,55 @@ def test_whatever_is_drawn_a_span_is_one_of_its_alternatives(
     temperature: float,
     size: int,
 ) -> None:
-    """As a schema's templates need it: drafts that were rejected, verified or edited must not mix two alternatives."""
+    """A schema's templates need this: drafts that were rejected, verified or edited must not mix two alternatives.
+
+    A span is a run of holes. An alternative allows a set of tokens for every hole of the span.
+    """
     decoder, sampling, drawn_prompts = data.draw(cases(cls, make, temperature))
     special = make(decoder).special_tokens
-    ids = range(special.vocab_size)
-    sets = st.sets(st.sampled_from(sorted({*ids} - {*special.eos_token_ids, *special.banned_token_ids})), min_size=1)
-    kept = []
+    allowed_ids = {*range(special.vocab_size)} - {*special.eos_token_ids, *special.banned_token_ids}
+    sets = st.sets(st.sampled_from(sorted(allowed_ids)), min_size=1)
+    constrained, spans_of_prompts = [], []
     for prompt in drawn_prompts:
-        places = [place for place in range(prompt.given_length) if prompt.given[place] is None]
-        starts = {place: 1 for place in places if place - 1 not in places}
-        for place in starts:
-            while place + starts[place] in places:
-                starts[place] += 1
-        drawn = {
+        spans = {
             start: data.draw(st.lists(st.lists(sets, min_size=num, max_size=num), min_size=1, max_size=3))
-            for start, num in starts.items()
+            for start, num in find_spans(prompt).items()
         }
-        allowed = {
-            start: [[torch.tensor(sorted(ids)) for ids in alternative] for alternative in span]
-            for start, span in drawn.items()
+        tensors = {
+            start: [[torch.tensor(sorted(ids)) for ids in alternative] for alternative in alternatives]
+            for start, alternatives in spans.items()
         }
-        kept.append((replace(prompt, constraint=template_constraint(special.vocab_size, allowed)), drawn))
-    rows = decode(make(decoder), decoder, [prompt for prompt, _ in kept], sampling, batch_size=size).rows
-    for (_, spans), row in zip(kept, rows, strict=True):
-        for start, span in spans.items():
-            assert any(all(row.token_ids[start + i] in ids for i, ids in enumerate(one)) for one in span)
-    number = data.draw(st.integers(0, len(kept) - 1))
-    [alone] = decode(make(decoder), decoder, [kept[number][0]], sampling).rows
+        constrained.append(replace(prompt, constraint=template_constraint(special.vocab_size, tensors)))
+        spans_of_prompts.append(spans)
+    rows = decode(make(decoder), decoder, constrained, sampling, batch_size=size).rows
+    for spans, row in zip(spans_of_prompts, rows, strict=True):
+        for start, alternatives in spans.items():
+            tokens = row.token_ids[start:]
+            assert any(all(tokens[i] in ids for i, ids in enumerate(alternative)) for alternative in alternatives)
+    number = data.draw(st.integers(0, len(rows) - 1))
+    [alone] = decode(make(decoder), decoder, [constrained[number]], sampling).rows
     assert rows[number].token_ids == alone.token_ids
 
 
+def find_spans(prompt: Prompt) -> dict[int, int]:
+    """Return the lengths of the runs of holes before the last given token, by the place of their first hole."""
+    spans: dict[int, int] = {}
+    for place in range(prompt.given_length):
+        if prompt.given[place] is None:
+            continues_span = place > 0 and prompt.given[place - 1] is None
+            start = list(spans)[-1] if continues_span else place
+            spans[start] = spans.get(start, 0) + 1
+    return spans
+
+
+# Seeds of cases in which a batch of eight makes fewer plans than the prompt alone.
 @pytest.mark.parametrize("seed", [13, 16, 17])
 def test_drafts_that_other_prompts_make_dearer_leave_a_span_as_it_is(seed: int) -> None:
     """Bonus infill makes fewer plans where many rows share a forward's cost, and each draw narrows a span."""
     rng = random.Random(seed)
     ids = range(3, VOCAB)
     num = rng.choice([8, 12, 16])
+    # So many alternatives that most tokens are possible at first, and each draw rules some of them out.
     alternatives = [[torch.tensor(sorted(rng.sample(ids, rng.randint(7, 10)))) for _ in range(num)] for _ in range(400)]
     prompt_ids = tuple(rng.randrange(3, VOCAB) for _ in range(4))
     given = (5, *[None] * num, 6, EOS)

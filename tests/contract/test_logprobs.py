@@ -1,9 +1,9 @@
-"""Log-probabilities of tokens: what transformers' forward pass gives, and what each forward pass of a decode read."""
+"""Log-probabilities of tokens equal transformers' log-probabilities, and what the forward passes of a decode read."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -23,16 +23,13 @@ each_decoder = pytest.mark.parametrize("cls", DECODERS, ids=lambda cls: cls.__na
 LLADA = MODEL.parents[1] / "published" / "models" / "llada-tiny"
 
 
-def as_numbers(row: Generation) -> list[tuple[int, float, int, list[int], list[float]]]:
-    entries: Iterable[TokenLogprob] = filter(None, row.logprobs)
-    return [
-        (entry.token_id, entry.logprob, entry.forward, [token for token, _ in entry.top], [p for _, p in entry.top])
-        for entry in entries
-    ]
+def read_tokens(row: Generation) -> list[TokenLogprob]:
+    """Return the tokens that a forward pass has read; a decoder may write others, which have no probability."""
+    return [entry for entry in row.logprobs if entry is not None]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_next_token_models_have_those_of_transformers(temperature: float) -> None:
+def test_next_token_models_have_the_logprobs_of_transformers(temperature: float) -> None:
     model = load(MODEL, device="cpu", dtype="float64")
     sampling = SamplingParams(max_new_tokens=16, temperature=temperature, top_k=2, seed=3)
     queries = ["12+34,56+78>", "1+1>"]
@@ -42,15 +39,15 @@ def test_next_token_models_have_those_of_transformers(temperature: float) -> Non
         with torch.no_grad():
             logits = model.backbone.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
         expected = logits.log_softmax(-1)[-len(row.token_ids) - 1 : -1]
-        for place, (token, logprob, forward, top, values) in enumerate(as_numbers(row)):
-            assert (token, forward) == (row.token_ids[place], place + 1)
-            assert logprob == pytest.approx(float(expected[place, token]), abs=1e-5)
+        for place, entry in enumerate(read_tokens(row)):
+            assert (entry.token_id, entry.forward) == (row.token_ids[place], place + 1)
+            assert entry.logprob == pytest.approx(float(expected[place, entry.token_id]), abs=1e-5)
             best = expected[place].topk(3)
-            assert top == best.indices.tolist()
-            assert values == pytest.approx(best.values.tolist(), abs=1e-5)
+            assert [token for token, _ in entry.top] == best.indices.tolist()
+            assert [logprob for _, logprob in entry.top] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
-def test_masked_models_have_those_of_the_canvas_before_the_token() -> None:
+def test_masked_models_have_the_logprobs_of_the_canvas_before_the_token() -> None:
     model = load(LLADA, device="cpu", dtype="float64")
     [row] = model.generate(["12+34,56+78>"], decoder=LLaDA(steps=8), max_new_tokens=32, num_top_logprobs=0, trace=True)
     prompt = model.encode("12+34,56+78>")
@@ -72,7 +69,7 @@ def test_masked_models_have_those_of_the_canvas_before_the_token() -> None:
 @each_decoder
 @settings(max_examples=examples(15), deadline=None)
 @given(data=st.data(), make=hash_models(["plain"]), drawn_prompts=prompts(), temperature=temperatures())
-def test_they_are_the_probabilities_that_forward_passes_read(
+def test_logprobs_are_the_probabilities_that_forward_passes_read(
     cls: type[Decoder],
     data: st.DataObject,
     make: Callable[[Decoder], HashModel],
@@ -81,6 +78,7 @@ def test_they_are_the_probabilities_that_forward_passes_read(
 ) -> None:
     decoder, sampling = data.draw(setups(cls))
     sampling = replace(sampling, temperature=temperature)
+    # With these options, a decoder's confidence is another number than the token's probability.
     hides_ends = getattr(decoder, "forbid_eos", False) or getattr(decoder, "eos_confidence_zero", False)
     has_raw_confidence = not hides_ends and getattr(decoder, "confidence_temperature", 1.0) == 1
     plain = decode(make(decoder), decoder, drawn_prompts, sampling)
@@ -102,28 +100,25 @@ def test_they_are_the_probabilities_that_forward_passes_read(
                 position = place + prompt_length
                 trace = row.trace[entry.forward - 1]
                 drafts = zip(trace.positions, trace.tokens, trace.probabilities, strict=True)
-                read = [p for at, token, p in drafts if (at, token) == (position, entry.token_id)]
-                read += [p for at, p in zip(trace.scored, trace.scores, strict=True) if at == position]
-                assert not read or math.exp(entry.logprob) == pytest.approx(read[0], abs=1e-6)
+                scores = zip(trace.scored, trace.scores, strict=True)
+                traced = [p for at, token, p in drafts if (at, token) == (position, entry.token_id)]
+                traced += [p for at, p in scores if at == position]
+                assert not traced or math.exp(entry.logprob) == pytest.approx(traced[0], abs=1e-6)
 
 
 @each_decoder
-def test_a_batch_changes_nothing(cls: type[Decoder]) -> None:
-    drawn = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (2, 5, 3)]
-
-    @settings(max_examples=1, deadline=None, derandomize=True)
-    @given(setup=setups(cls), make=hash_models(["plain"]))
-    def check(setup: tuple, make: Callable[[Decoder], HashModel]) -> None:  # type: ignore[type-arg]
-        decoder, sampling = setup
-        together = decode(make(decoder), decoder, drawn, sampling, num_top_logprobs=1, batch_size=3).rows
-        for prompt, row in zip(drawn, together, strict=True):
-            [alone] = decode(make(decoder), decoder, [prompt], sampling, num_top_logprobs=1).rows
-            assert [entry[:1] + entry[3:4] for entry in as_numbers(alone)] == [
-                entry[:1] + entry[3:4] for entry in as_numbers(row)
-            ]
-            assert [entry[1] for entry in as_numbers(alone)] == pytest.approx([e[1] for e in as_numbers(row)], abs=1e-9)
-
-    check()
+@settings(max_examples=1, deadline=None, derandomize=True)
+@given(data=st.data(), make=hash_models(["plain"]))
+def test_a_batch_changes_nothing(cls: type[Decoder], data: st.DataObject, make: Callable[[Decoder], HashModel]) -> None:
+    decoder, sampling = data.draw(setups(cls))
+    three_lengths = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (2, 5, 3)]
+    rows = decode(make(decoder), decoder, three_lengths, sampling, num_top_logprobs=1, batch_size=3).rows
+    for prompt, row in zip(three_lengths, rows, strict=True):
+        [alone] = decode(make(decoder), decoder, [prompt], sampling, num_top_logprobs=1).rows
+        for entry, entry_alone in zip(read_tokens(row), read_tokens(alone), strict=True):
+            assert entry.token_id == entry_alone.token_id
+            assert [token for token, _ in entry.top] == [token for token, _ in entry_alone.top]
+            assert entry.logprob == pytest.approx(entry_alone.logprob, abs=1e-9)
 
 
 def test_a_wrong_number_is_refused() -> None:

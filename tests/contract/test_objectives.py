@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, fields, replace
 from itertools import filterfalse, product
@@ -121,7 +122,7 @@ def make_batch(sizes: Sizes, padding: int = 0, numbers: Sequence[int] | None = N
         input_ids[row, prompt : prompt + response] = FIRST_RESPONSE_ID + torch.arange(response)
         input_ids[row, prompt + response - 1] = EOS
     prompts, responses = torch.tensor(sizes).unbind(1)
-    keys = torch.tensor(list(numbers or range(len(sizes)))) * 1_000_003
+    keys = torch.tensor(list(numbers or range(len(sizes)))) * 1_000_003  # a prime, so keys are no small neighbours
     return ResponseBatch(input_ids=input_ids, prompt_lengths=prompts, response_lengths=responses, sample_keys=keys)
 
 
@@ -155,9 +156,10 @@ def sample_view(corrupted: CorruptedBatch, row: int, length: int) -> dict[str, T
 
 
 def toy_hidden(corrupted: CorruptedBatch, size: int = 6) -> Tensor:
-    """Return hidden states of a model without attention: each depends on its token and position only."""
+    """Return hidden states of a model without attention: a state depends on its token and position only."""
     generator = torch.Generator().manual_seed(0)
-    tokens, places = (torch.randn(1003, size, generator=generator, dtype=torch.float64) for _ in range(2))
+    num_ids = SPECIAL.vocab_size + len(DRAFTS)
+    tokens, places = (torch.randn(num_ids, size, generator=generator, dtype=torch.float64) for _ in range(2))
     return tokens[corrupted.input_ids] + places[corrupted.position_ids]
 
 
@@ -201,38 +203,50 @@ def test_prompt_is_untouched_and_text_is_complete(
 ) -> None:
     batch = make_batch(sizes, padding)
     corrupted = corrupt(objective, batch, epoch, ratio)
-    assert corrupted.is_masked is not None
     for sample, (prompt, response) in enumerate(sizes):
-        length = prompt + response
-        text = batch.input_ids[sample, :length].tolist()
+        text = batch.input_ids[sample, : prompt + response].tolist()
         for row in find_rows(corrupted, sample, len(sizes)):
-            # Numbers of copies and of unmasked copies of each place of the text.
-            copies: dict[int, int] = {}
-            clean: dict[int, int] = {}
-            # Draft masks or a canvas follow the text.
-            num_text = corrupted.input_ids.shape[1] - corrupted.num_drafts - corrupted.num_canvas
-            drafts = [i for i in list_real_entries(corrupted, row, length) if i >= num_text]
-            assert corrupted.num_canvas or set(corrupted.input_ids[row, drafts].tolist()) <= set(DRAFTS)
-            for i in list_real_entries(corrupted, row, length)[: -len(drafts) or None]:
-                place, token = int(corrupted.position_ids[row, i]), int(corrupted.input_ids[row, i])
-                copies[place] = copies.get(place, 0) + 1
-                clean[place] = clean.get(place, 0) + (not corrupted.is_masked[row, i])
-                if corrupted.is_masked[row, i]:
-                    assert token == MASK
-                    assert place >= prompt, "the prompt is never masked"
-                elif "visible" in (objective.traits.predictions or ()) and place >= prompt:
-                    right = text[place] if place < length else EOS
-                    assert right in (token, int(corrupted.labels[row, i])), "a wrong token is to be corrected"
-                elif place < length:
-                    assert token == text[place], "what is not masked stays as it was"
-                else:
-                    assert token in (EOS, MASK), "only these lengthen a text"
-            assert set(copies) == set(range(len(copies))), "every place is there"
-            assert len(copies) >= length
-            # Masks may stand beside a text that is there as a whole.
-            for part in (range(prompt), range(prompt, len(copies))):
-                is_even = any(len({numbers[place] for place in part}) <= 1 for numbers in (copies, clean))
-                assert is_even, "whole copies"
+            check_text(objective, corrupted, row, text, prompt)
+
+
+def check_text(objective: Objective, corrupted: CorruptedBatch, row: int, text: list[int], prompt: int) -> None:
+    """Assert that a row has whole copies of a text, in which tokens of the response alone are masked or replaced.
+
+    Args:
+        objective: The objective.
+        corrupted: The corrupted batch.
+        row: Number of the row.
+        text: Tokens of prompt and response.
+        prompt: Number of tokens of the prompt.
+    """
+    assert corrupted.is_masked is not None
+    # Draft masks or a canvas follow the text.
+    num_text = corrupted.input_ids.shape[1] - corrupted.num_drafts - corrupted.num_canvas
+    real = list_real_entries(corrupted, row, len(text))
+    appended = [i for i in real if i >= num_text]
+    assert corrupted.num_canvas or set(corrupted.input_ids[row, appended].tolist()) <= set(DRAFTS)
+    num_copies: Counter[int] = Counter()
+    num_unmasked_copies: Counter[int] = Counter()
+    for i in real[: len(real) - len(appended)]:
+        place, token = int(corrupted.position_ids[row, i]), int(corrupted.input_ids[row, i])
+        num_copies[place] += 1
+        num_unmasked_copies[place] += not corrupted.is_masked[row, i]
+        if corrupted.is_masked[row, i]:
+            assert token == MASK
+            assert place >= prompt, "the prompt is never masked"
+        elif "visible" in (objective.traits.predictions or ()) and place >= prompt:
+            right = text[place] if place < len(text) else EOS
+            assert right in (token, int(corrupted.labels[row, i])), "a wrong token is to be corrected"
+        elif place < len(text):
+            assert token == text[place], "what is not masked stays as it was"
+        else:
+            assert token in (EOS, MASK), "only these lengthen a text"
+    assert set(num_copies) == set(range(len(num_copies))), "every place is there"
+    assert len(num_copies) >= len(text)
+    # Prompt and response are copied as a whole. Some objectives put masks for a part of the response beside the copies.
+    for places in (range(prompt), range(prompt, len(num_copies))):
+        is_even = any(len({nums[place] for place in places}) <= 1 for nums in (num_copies, num_unmasked_copies))
+        assert is_even, "whole copies"
 
 
 @each_objective
@@ -241,53 +255,77 @@ def test_prompt_is_untouched_and_text_is_complete(
 def test_labels_say_what_the_traits_say(
     objective: Objective, sizes: Sizes, padding: int, epoch: int, ratio: float | None
 ) -> None:
-    """Decoders read the logits as ``traits.predictions`` says, so training must label the same tokens.
-
-    For every entry of a row the test derives the label that the traits require (``expected``) or allow (``optional``).
-    """
+    """Decoders read the logits as ``traits.predictions`` says, so training must label the same tokens."""
     batch = make_batch(sizes, padding)
     corrupted = corrupt(objective, batch, epoch, ratio)
-    assert corrupted.is_masked is not None
-    predictions = objective.traits.predictions
-    assert predictions
-    # If masks predict their own token and clean tokens predict the next token, a second, clean copy of the text has the
-    # labels of next tokens.
-    predict_themselves = {"mask", "block_mask"} & set(predictions) and "next_token" in predictions
-    clean_from = corrupted.input_ids.shape[1] // 2 if predict_themselves else 0
     for sample, (prompt, response) in enumerate(sizes):
         text = dict(enumerate(batch.input_ids[sample, : prompt + response].tolist()))
         for row in find_rows(corrupted, sample, len(sizes)):
-            labels, places = corrupted.labels[row].tolist(), corrupted.position_ids[row].tolist()
-            is_masked = corrupted.is_masked[row].tolist()
-            expected, optional = {}, {}
-            # Clean tokens of a noisy copy need no label if a clean copy beside it has the labels of all next tokens.
-            half = len(places) // 2
-            has_copy = {"mask_shifted", "next_token"} <= set(predictions) and places[:half] == places[half:]
-            after_clean = [optional if has_copy and i < half else expected for i in range(len(places))]
-            for i, (place, masked) in enumerate(zip(places, is_masked, strict=True)):
-                if masked and place + 1 in text and {"mask_shifted", "next_token"} <= set(predictions):
-                    optional[i] = text[place + 1]  # a mask may predict a clean token after it
-                if masked and {"mask", "isolated_mask", "block_mask"} & set(predictions):
-                    expected[i] = text.get(place, EOS)
-                elif masked and "mask_shifted" in predictions and i > 0:
-                    assert places[i - 1] == place - 1
-                    (expected if is_masked[i - 1] else after_clean[i - 1])[i - 1] = text.get(place, EOS)
-                elif corrupted.num_canvas and i >= len(places) - corrupted.num_canvas:
-                    assert place >= prompt
-                    expected[i] = text.get(place, EOS)
-                elif "visible" in predictions and place >= prompt and not corrupted.num_canvas:
-                    optional[i] = text.get(place, EOS)
-                elif place + 1 in text and prompt <= place + 1 and "next_token" in predictions and i >= clean_from:
-                    after_clean[i][i] = text[place + 1]
-                elif place + 1 in text and prompt <= place and "next_token_in_slot" in predictions:
-                    optional[i] = text[place + 1]  # unless it ends its slot
-            if corrupted.num_drafts:  # only draft masks have labels: the token after their place, or at their place
-                shift = not isinstance(objective, objectives.BlockDraft)
-                targets = {i: places[i] + shift for i, token in enumerate(corrupted.input_ids[row]) if token in DRAFTS}
-                expected = {i: text[place] for i, place in targets.items() if shift or place in text}
-            labelled = {i: label for i, label in enumerate(labels) if label != IGNORE_INDEX}
-            assert expected.items() <= labelled.items()
-            assert labelled.items() <= {**optional, **expected}.items()
+            if corrupted.num_drafts:
+                required, allowed = labels_of_drafts(objective, corrupted, row, text), {}
+            else:
+                required, allowed = labels_of_text(objective, corrupted, row, text, prompt)
+            labelled = {i: label for i, label in enumerate(corrupted.labels[row].tolist()) if label != IGNORE_INDEX}
+            assert required.items() <= labelled.items()
+            assert labelled.items() <= {**allowed, **required}.items()
+
+
+def labels_of_drafts(objective: Objective, corrupted: CorruptedBatch, row: int, text: dict[int, int]) -> dict[int, int]:
+    """Return the labels of a row of a drafter's batch, by the entry's index. Only draft masks have labels.
+
+    A draft mask predicts the token after its place; in a block of ``BlockDraft``, the token at its place.
+    """
+    shift = 0 if isinstance(objective, objectives.BlockDraft) else 1
+    ids, places = corrupted.input_ids[row].tolist(), corrupted.position_ids[row].tolist()
+    targets = {i: places[i] + shift for i, token in enumerate(ids) if token in DRAFTS}
+    return {i: text[place] for i, place in targets.items() if shift or place in text}  # a block may exceed the text
+
+
+def labels_of_text(
+    objective: Objective, corrupted: CorruptedBatch, row: int, text: dict[int, int], prompt: int
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the labels of a row that the objective's traits require, and those that they allow, by the entry's index.
+
+    Args:
+        objective: The objective.
+        corrupted: The corrupted batch.
+        row: Number of the row.
+        text: Tokens of prompt and response by place. EOS tokens may follow them.
+        prompt: Number of tokens of the prompt.
+    """
+    assert corrupted.is_masked is not None
+    predictions = set(objective.traits.predictions or ())
+    assert predictions
+    places, is_masked = corrupted.position_ids[row].tolist(), corrupted.is_masked[row].tolist()
+    half = len(places) // 2
+    # If masks predict their own token and clean tokens predict the next token, a second, clean copy of the text has the
+    # labels of next tokens.
+    predict_themselves = {"mask", "block_mask"} & predictions and "next_token" in predictions
+    first_with_next = half if predict_themselves else 0
+    # Clean tokens of a noisy copy need no label if a clean copy beside it has the labels of all next tokens.
+    has_copy = {"mask_shifted", "next_token"} <= predictions and places[:half] == places[half:]
+    required: dict[int, int] = {}
+    allowed: dict[int, int] = {}
+    of_clean = [allowed if has_copy and i < half else required for i in range(len(places))]
+    for i, (place, masked) in enumerate(zip(places, is_masked, strict=True)):
+        here, after = text.get(place, EOS), text.get(place + 1)
+        if masked and after is not None and {"mask_shifted", "next_token"} <= predictions:
+            allowed[i] = after  # a mask may predict a clean token after it
+        if masked and {"mask", "isolated_mask", "block_mask"} & predictions:
+            required[i] = here
+        elif masked and "mask_shifted" in predictions and i > 0:  # the entry before a mask predicts the mask's token
+            assert places[i - 1] == place - 1
+            (required if is_masked[i - 1] else of_clean[i - 1])[i - 1] = here
+        elif corrupted.num_canvas and i >= len(places) - corrupted.num_canvas:
+            assert place >= prompt
+            required[i] = here
+        elif "visible" in predictions and place >= prompt and not corrupted.num_canvas:
+            allowed[i] = here
+        elif after is not None and prompt <= place + 1 and "next_token" in predictions and i >= first_with_next:
+            of_clean[i][i] = after
+        elif after is not None and prompt <= place and "next_token_in_slot" in predictions:
+            allowed[i] = after  # unless the token ends its slot
+    return required, allowed
 
 
 @each_objective
@@ -338,19 +376,18 @@ def test_objectives_that_pack_say_which_positions_are_real(objective: Objective)
 def test_only_padding_attends_to_padding(objective: Objective) -> None:
     sizes = [(3, 9), (1, 1), (6, 14)]
     corrupted = corrupt(objective, make_batch(sizes, padding=4))
-    if attention_mask(corrupted) is None:
-        for sample, size in enumerate(sizes):
-            for row in find_rows(corrupted, sample, len(sizes)):
-                kept = list_real_entries(corrupted, row, sum(size))
-                assert kept == list(range(len(kept))), "padding on the right is out of causal attention's sight"
-        return
+    masks = attention_mask(corrupted)
     for sample, size in enumerate(sizes):
         for row in find_rows(corrupted, sample, len(sizes)):
-            real = torch.zeros(corrupted.input_ids.shape[1], dtype=torch.bool)
-            real[list_real_entries(corrupted, row, sum(size))] = True
-            mask = attention_mask(corrupted)[row]
-            assert not mask[real][:, ~real].any()
-            assert mask.any(1).all(), "a query that sees nothing would give NaN"
+            real_entries = list_real_entries(corrupted, row, sum(size))
+            if masks is None:
+                is_right = real_entries == list(range(len(real_entries)))
+                assert is_right, "padding on the right is out of causal attention's sight"
+            else:
+                is_real = torch.zeros(corrupted.input_ids.shape[1], dtype=torch.bool)
+                is_real[real_entries] = True
+                assert not masks[row][is_real][:, ~is_real].any()
+                assert masks[row].any(1).all(), "a query that sees nothing would give NaN"
 
 
 @each_objective
@@ -429,7 +466,7 @@ def test_noise_is_the_only_randomness_and_the_batch_stays_clean(objective: Objec
 @pytest.mark.parametrize("ratio", [None, 0.3])
 def test_bf16_as_default_type_changes_nothing(objective: Objective, ratio: float | None) -> None:
     """Lightning sets torch's default type to bf16 while it trains in ``bf16-true``."""
-    batch = make_batch([(3, 5 + i % 9) for i in range(301)])  # bf16 has no 301
+    batch = make_batch([(3, 5 + i % 9) for i in range(301)])  # bf16 cannot represent 301: a count of rows would be off
     expected = corrupt(objective, batch, ratio=ratio)
     before = torch.get_default_dtype()
     try:

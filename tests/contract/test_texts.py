@@ -35,30 +35,31 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextModel]:
 
 
 def script(model: TextModel, answer: list[int], start: int) -> None:
-    """Let a model write an answer from a position on."""
+    """Let a model write an answer, then EOS, from a position on.
+
+    The first number of a hidden state is the position that its logits predict, so that the head knows what to write.
+    """
     backbone = model.backbone
-    body = backbone.runner
+    make_body = backbone.runner
     ids = torch.tensor([*answer, *backbone.special_tokens.eos_token_ids[:1]])
 
-    def runner() -> Callable[..., torch.Tensor]:
-        run = body()
+    def run_body(
+        run: Callable[..., torch.Tensor], tokens: torch.Tensor, positions: torch.Tensor, mask: Any, cache: Any = None
+    ) -> torch.Tensor:
+        hidden = torch.zeros_like(run(tokens, positions, mask, cache))
+        hidden[..., 0] = positions + 1.0
+        return hidden
 
-        def run_script(tokens: torch.Tensor, positions: torch.Tensor, mask: Any, cache: Any = None) -> torch.Tensor:
-            hidden = torch.zeros_like(run(tokens, positions, mask, cache))
-            hidden[..., 0] = positions + 1.0
-            return hidden
-
-        return run_script
-
-    def head(hidden: torch.Tensor) -> torch.Tensor:
+    def run_head(hidden: torch.Tensor) -> torch.Tensor:
         place = (hidden[..., 0].round().long() - start).clamp(0, len(answer))
         return 20.0 * torch.nn.functional.one_hot(ids[place], len(model.tokenizer)).float()
 
-    backbone.runner, backbone.head_runner = runner, lambda: head  # type: ignore[method-assign]
+    backbone.runner = lambda: partial(run_body, make_body())  # type: ignore[method-assign]
+    backbone.head_runner = lambda: run_head  # type: ignore[method-assign]
 
 
 def continuation(model: TextModel, answer: str) -> tuple[list[int], list[int]]:
-    """Return the tokens of the prompt, and those that an answer adds to it."""
+    """Return the tokens of the prompt, and the tokens that an answer adds."""
     before = model.encode(PROMPT)
     whole = model.encode(PROMPT + answer)
     assert whole[: len(before)] == before, "the answers begin at tokens"
@@ -117,7 +118,7 @@ def test_a_stop_string_that_names_a_special_token_is_found(kind: str, models: di
     model = models[kind]
     name = {"llama2": "<s>", "llama3": "<|eot_id|>", "gpt2": None, "qwen": "<|im_end|>", "gemma": "<end_of_turn>"}[kind]
     if name is None:
-        return  # it has none besides EOS
+        return  # this tokenizer has no special token besides EOS
     before, after = continuation(model, " is Paris")
     token = model.tokenizer.convert_tokens_to_ids(name)
     script(model, [*after, token, *after, token], len(before))  # type: ignore[list-item]
@@ -134,7 +135,11 @@ def test_a_stop_string_that_names_a_special_token_is_found(kind: str, models: di
 def test_names_of_special_tokens_are_text_only_where_a_stop_string_reaches(
     kind: str, models: dict[str, TextModel]
 ) -> None:
-    """As transformers and the harness do, which look for stop strings in the text with all special tokens."""
+    """Transformers and lm-evaluation-harness look for stop strings in the text with the names of special tokens.
+
+    Here the model writes " is Paris", a special token and ".". A stop string may lie within the token's name, or begin
+    before it, or end behind it. Only then the name counts as text.
+    """
     model = models[kind]
     name = {"llama2": "<s>", "llama3": "<|eot_id|>"}[kind]
     before, after = continuation(model, " is Paris")
@@ -170,14 +175,14 @@ def test_a_response_cut_within_a_character_keeps_the_complete_ones(kind: str, an
     detokenize, tokenizer = DETOKENIZERS[kind], make_tokenizer(kind)
     before: list[int] = tokenizer(PROMPT)["input_ids"]  # type: ignore[assignment]
     whole: list[int] = tokenizer(PROMPT + answer)["input_ids"]  # type: ignore[assignment]
-    same = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
-    prompt, response = whole[:same], whole[same:]
+    num_same = next((i for i, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b), len(before))
+    prompt, response = whole[:num_same], whole[num_same:]
     text = detokenize(response, prompt)
     assert detokenize(prompt) + text == PROMPT + answer
     for num in range(len(response) + 1):
         part = detokenize(response[:num], prompt)
         assert text.startswith(part.rstrip("\N{REPLACEMENT CHARACTER}"))
-        assert part.count("\N{REPLACEMENT CHARACTER}") <= 3
+        assert part.count("\N{REPLACEMENT CHARACTER}") <= 3  # a cut character has at most 3 of its 4 bytes
         assert stream_text(detokenize, response[:num], prompt) == part
     lengths = [len(detokenize(response[:num], prompt).rstrip("\N{REPLACEMENT CHARACTER}")) for num in range(9)]
     assert lengths == sorted(lengths), "no complete character is lost"
@@ -200,8 +205,8 @@ def test_prompt_and_text_are_the_text_of_all_tokens(kind: str, prompt: str, answ
 def test_broken_bytes_in_the_middle_cost_no_other_characters() -> None:
     tokenizer, detokenize = make_tokenizer("llama2"), DETOKENIZERS["llama2"]
     ids: list[int] = tokenizer("x世 é", add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
-    place = tokenizer.convert_ids_to_tokens(ids).index("<0xE4>")
-    del ids[place + 2]
+    first_byte = tokenizer.convert_ids_to_tokens(ids).index("<0xE4>")  # of the three bytes of 世
+    del ids[first_byte + 2]
     assert detokenize(ids) == "x\N{REPLACEMENT CHARACTER} é"
 
 

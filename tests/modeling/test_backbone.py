@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -182,6 +183,7 @@ def test_queries_see_exactly_what_the_mask_allows(model_type: str, seed: int, ro
 )
 def test_attention_implementations_agree(model_type: str, options: dict[str, Any], fused_body: bool) -> None:
     ids, positions = draw_tokens(2, 9), shuffled_positions(2, 9)
+    # A random half of the keys, and the query's own.
     mask = (torch.rand(2, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(9, dtype=torch.bool)
     reference = build_backbone(model_type, torch.float32, **options)
     other = build_backbone(model_type, torch.float32, **{**options, "attn_implementation": "flex_attention"})
@@ -259,11 +261,14 @@ def test_causal_models_of_many_architectures_give_transformers_logits(model_type
             torch.testing.assert_close(model.logits(model.hidden_states(ids, positions, mask)), expected, **close)
         cache = model.make_cache(2)
         for start, stop in ((0, 5), (5, 9)):
-            count = stop - start
+            num_tokens = stop - start
             cache.prepare(
-                [0, 1], stop, torch.arange(2 * count), torch.arange(2).repeat_interleave(count),
-                torch.arange(start, stop).repeat(2),
-            )  # fmt: skip
+                rows=[0, 1],
+                num_keys=stop,
+                source_index=torch.arange(2 * num_tokens),
+                row_index=torch.arange(2).repeat_interleave(num_tokens),
+                cache_index=torch.arange(start, stop).repeat(2),
+            )
             hidden = model.hidden_states(
                 ids[:, start:stop], positions[:, start:stop], make_causal_mask(2, 9)[:, start:stop, :stop], cache
             )
@@ -344,26 +349,33 @@ def test_a_text_beyond_the_sliding_window_is_transformers_text(
     prompts.append(Prompt(token_ids=(3, 4), id="short"))
     rows = decode(model, Autoregressive(), prompts, SamplingParams(max_new_tokens=20), batch_size=3).rows
     for prompt, row in zip(prompts, rows, strict=True):
-        text = [*prompt.token_ids, *row.token_ids]
-        with torch.no_grad():
-            logits = library(input_ids=torch.tensor([text])).logits[0, len(prompt.token_ids) - 1 : -1]
-        logits[:, [*SPECIAL.banned_token_ids, *range(SPECIAL.vocab_size, logits.shape[1])]] = -torch.inf
-        assert logits.argmax(-1).tolist() == row.token_ids
-    shared = [Prompt(token_ids=(3, 4, 5) * 30, id=str(i)) for i in range(3)]
-    rows = decode(model, Autoregressive(), shared, SamplingParams(max_new_tokens=9), batch_size=2)
-    assert rows.num_shared > 0
-    assert len({tuple(row.token_ids) for row in rows.rows}) == 1
-    [alone] = decode(model, Autoregressive(), shared[:1], SamplingParams(max_new_tokens=9), share_prefixes=False).rows
-    assert alone.token_ids == rows.rows[-1].token_ids
+        assert choose_greedily(library, prompt.token_ids, row.token_ids) == row.token_ids
+    equal_prompts = [Prompt(token_ids=(3, 4, 5) * 30, id=str(i)) for i in range(3)]
+    sampling = SamplingParams(max_new_tokens=9)
+    output = decode(model, Autoregressive(), equal_prompts, sampling, batch_size=2)
+    assert output.num_shared > 0
+    [alone] = decode(model, Autoregressive(), equal_prompts[:1], sampling, share_prefixes=False).rows
+    assert all(row.token_ids == alone.token_ids for row in output.rows)
+
+
+def choose_greedily(library: Any, prompt: Sequence[int], response: Sequence[int]) -> list[int]:
+    """Return the most probable allowed token before every token of a response, by one forward pass of transformers."""
+    with torch.no_grad():
+        logits = library(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+    logits[:, [*SPECIAL.banned_token_ids, *range(SPECIAL.vocab_size, logits.shape[1])]] = -torch.inf
+    return logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize(("model_type", "options"), SLIDING)
 def test_batches_and_shared_prefixes_keep_texts_beyond_the_window(model_type: str, options: dict[str, Any]) -> None:
-    """Long and short texts share a small cache and prefixes; rows of finished texts are used again."""
+    """Long and short texts share a small cache and prefixes; rows of finished texts are used again.
+
+    The window has 8 tokens, and the shared prefix 75.
+    """
     model = Backbone(
         build_library_model(model_type, torch.float64, sliding_window=8, **options),
         ModelTraits(predictions=("next_token",)),
-        replace(SPECIAL, eos_token_ids=(1, 5, 9)),
+        replace(SPECIAL, eos_token_ids=(1, 5, 9)),  # more ends, so that texts finish at different times
     )
     start = (3, 4, 6) * 25
     ends = [(3,), (4, 6), (7,) * 9, (3, 8), (), (10, 11)]
@@ -375,11 +387,7 @@ def test_batches_and_shared_prefixes_keep_texts_beyond_the_window(model_type: st
     [alone] = decode(model, Autoregressive(), prompts[2:3], sampling, share_prefixes=False).rows
     assert batched.rows[2].token_ids == alone.token_ids
     for prompt, row in zip(prompts, batched.rows, strict=True):
-        text = torch.tensor([[*prompt.token_ids, *row.token_ids]])
-        with torch.no_grad():
-            logits = model.model(input_ids=text).logits[0, len(prompt.token_ids) - 1 : -1]
-        logits[:, [*SPECIAL.banned_token_ids, *range(SPECIAL.vocab_size, logits.shape[1])]] = -torch.inf
-        assert logits.argmax(-1).tolist() == row.token_ids
+        assert choose_greedily(model.model, prompt.token_ids, row.token_ids) == row.token_ids
 
 
 def test_a_text_out_of_order_beyond_the_sliding_window_is_refused() -> None:

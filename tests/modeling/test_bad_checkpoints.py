@@ -27,6 +27,7 @@ from support.published import MODELS, PUBLISHED_2026
 TARGET, ASSISTANT = MODELS["dflash-target-tiny"], "dflash-assistant-tiny"
 NAMES = sorted(path.name for path in (PUBLISHED_2026 / "models").iterdir())
 EXPERTS = "num_experts", "n_routed_experts"
+"""Options that name the number of experts."""
 
 
 def text_options(values: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +65,13 @@ def split(path: Path) -> dict[str, str]:
     return files
 
 
+def inner_matrix(weights: dict[str, torch.Tensor]) -> str:
+    """Return the name of a matrix deep inside a model: the longest name in its second layer."""
+    return max((name for name in weights if "layers.1." in name and weights[name].ndim == 2), key=len)
+
+
 def load(path: Path) -> Any:
+    """Load a model, or the assistant together with the model for which it drafts."""
     if path.name == ASSISTANT:
         return refusion_lit.load(TARGET, draft=path)
     return refusion_lit.load(path)
@@ -215,7 +222,9 @@ IMPOSSIBLE = [
 ]
 
 
-@pytest.mark.parametrize("quantised", [{"quant_method": "fp8"}, {"quant_method": "awq"}, {"quant_algo": "FP8"}, [4]])
+@pytest.mark.parametrize(
+    "quantised", [{"quant_method": "fp8"}, {"quant_method": "awq"}, {"quant_algo": "FP8"}, [4]], ids=str
+)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != ASSISTANT])
 def test_quantised_weights_are_refused_by_their_method(
     name: str, quantised: Any, tmp_path: Path, no_weights: None, capfd: pytest.CaptureFixture[str]
@@ -247,7 +256,7 @@ EVERYWHERE = [
 ]
 
 
-@pytest.mark.parametrize(("options", "expected"), EVERYWHERE)
+@pytest.mark.parametrize(("options", "expected"), EVERYWHERE, ids=str)
 @pytest.mark.parametrize("name", [name for name in NAMES if name != ASSISTANT])
 def test_an_impossible_option_is_refused_in_every_family(
     name: str, options: dict[str, Any], expected: str, tmp_path: Path, no_weights: None,
@@ -263,7 +272,7 @@ def test_a_published_checkpoints_weights_are_compared_before_they_are_read(
 ) -> None:
     path = copy_model(name, tmp_path)
     weights = load_file(path / "model.safetensors")
-    key = max((key for key in weights if "layers.1." in key and weights[key].ndim == 2), key=len)
+    key = inner_matrix(weights)
     if damage == "shape":
         weights[key] = weights[key][:-1].clone()
     elif damage == "missing":
@@ -276,7 +285,7 @@ def test_a_published_checkpoints_weights_are_compared_before_they_are_read(
         refusion_lit.load(path)
 
 
-@pytest.mark.parametrize(("name", "options", "expected"), IMPOSSIBLE)
+@pytest.mark.parametrize(("name", "options", "expected"), IMPOSSIBLE, ids=str)
 def test_an_option_that_no_model_can_have_is_refused(
     name: str, options: dict[str, Any], expected: str, tmp_path: Path, no_weights: None,
     capfd: pytest.CaptureFixture[str],
@@ -298,7 +307,8 @@ def test_an_unknown_type_of_layer_is_refused(
 ) -> None:
     num_layers = text_options(read_config(name))["num_hidden_layers"]
     path = copy_model(name, tmp_path, layer_types=["full_attention"] * (num_layers - 1) + ["foo_attention"])
-    assert "layer_type" in refusal(path, capfd) if name == ASSISTANT else "foo_attention" in refusal(path, capfd)
+    expected = "layer_type" if name == ASSISTANT else "foo_attention"
+    assert expected in refusal(path, capfd)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -374,7 +384,7 @@ def test_a_file_of_weights_outside_the_directory_is_refused(
 def test_a_weight_of_another_shape_is_refused(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = copy_model(name, tmp_path)
     weights = load_file(path / "model.safetensors")
-    key = max((key for key in weights if "layers.1." in key and weights[key].ndim == 2), key=len)
+    key = inner_matrix(weights)
     weights[key] = weights[key][:-1].clone()
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     assert "fit" in refusal(path, capfd) or "shape" in refusal(path, capfd)
@@ -407,7 +417,7 @@ def test_texts_beyond_the_context_are_refused_before_weights_are_read(
     name: str, given: str, tmp_path: Path, no_weights: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     context = text_options(read_config(name))["max_position_embeddings"]
-    length = context if given == "max_new_tokens" else context - 3
+    length = context if given == "max_new_tokens" else context - 3  # "12+34>" has 6 tokens, and "1>" has 2
     options = [f"--ckpt_path={MODELS[name]}", f"--max_new_tokens={length}"]
     assert given in run_refused_command(capfd, "generate", *options, "--prompt=12+34>")
     prompts = tmp_path / "prompts.txt"
@@ -428,7 +438,8 @@ def test_a_test_beyond_the_context_is_refused_before_weights_are_read(
     subcommand: str, tmp_path: Path, no_weights: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source, task = f"--ckpt_path={MODELS['sdar-tiny']}", ["--data.task=Additions", "--data.task.num_test=2"]
-    options = [f"--model.sampling.max_new_tokens={505}", f"--trainer.default_root_dir={tmp_path}"]
+    # 505 tokens and a prompt of more than 7 tokens do not fit into 512.
+    options = ["--model.sampling.max_new_tokens=505", f"--trainer.default_root_dir={tmp_path}"]
     assert "context of 512" in run_refused_command(capfd, subcommand, source, *task, *options)
 
 
@@ -452,13 +463,10 @@ def test_a_decoder_that_does_not_fit_is_refused_before_weights_are_read(
 
 
 def test_the_check_before_weights_are_read_sees_the_tokenizer_with_all_options(no_weights: None) -> None:
-    plans = []
-
     def check(plan: Any) -> None:
-        plans.append(plan)
-        raise ValueError("stop")
+        assert get_add_bos(plan.tokenizer) is False
+        assert plan.context(in_text_order=True) == read_config(TARGET.name)["max_position_embeddings"]
+        raise ValueError("checked")  # ends the loading before weights are read
 
-    with pytest.raises(ValueError, match="stop"):
+    with pytest.raises(ValueError, match="checked"):
         refusion_lit.load(TARGET, add_bos=False, check=check)
-    assert get_add_bos(plans[0].tokenizer) is False
-    assert plans[0].context(in_text_order=True) == read_config(TARGET.name)["max_position_embeddings"]

@@ -30,7 +30,7 @@ from support.published import MODELS
 OWN = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
 FILE = "model.safetensors"
 LAYOUTS = ["llada2-tiny", "sdar-tiny", "diffusion-gemma-tiny", ASSISTANT]
-"""Fused tensors, a plain model, two models with shared weights, and a drafter."""
+"""A model with fused tensors, a plain model, two models with shared weights in a checkpoint, and a drafter."""
 
 
 def inner_weight(weights: dict[str, Tensor]) -> str:
@@ -48,6 +48,8 @@ def change(path: Path, damage: Callable[[Tensor], Tensor], file: str = FILE) -> 
 
 
 def with_value(value: float) -> Callable[[Tensor], Tensor]:
+    """Return a function that copies a weight and replaces a value in its middle."""
+
     def damage(weight: Tensor) -> Tensor:
         weight = weight.clone()
         weight.view(-1)[weight.numel() // 2] = value
@@ -99,6 +101,7 @@ def test_integers_in_an_assistant_are_refused(tmp_path: Path, capfd: pytest.Capt
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [(with_value(float("nan")), "finite weights"), (lambda weight: weight.to(torch.int8), "floating-point numbers")],
+    ids=["not a number", "integers"],
 )
 def test_a_pickled_file_is_checked_too(
     name: str, damage: Callable[[Tensor], Tensor], expected: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -169,6 +172,7 @@ def test_masks_that_old_checkpoints_store_may_be_booleans(file: str, tmp_path: P
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [(with_value(float("nan")), "expected finite"), (lambda weight: weight.to(torch.int8), "floating-point numbers")],
+    ids=["not a number", "integers"],
 )
 def test_a_drafter_is_checked_too(damage: Callable[[Tensor], Tensor], expected: str, tmp_path: Path) -> None:
     model = tiny_backbone()
@@ -227,23 +231,26 @@ def test_a_value_in_a_shard_is_found(name: str, tmp_path: Path, capfd: pytest.Ca
     path = copy_model(name, tmp_path)
     files = split(path)
     weight = inner_weight(load_file(MODELS[name] / FILE))
-    change_one = load_file(path / files[weight])
-    change_one[weight] = with_value(float("nan"))(change_one[weight])
-    save_file(change_one, path / files[weight], {"format": "pt"})
+    shard = load_file(path / files[weight])
+    shard[weight] = with_value(float("nan"))(shard[weight])
+    save_file(shard, path / files[weight], {"format": "pt"})
     assert f"{path / files[weight]}: expected finite weights in {weight}" in refusal(path, capfd)
 
 
 def test_a_name_twice_in_one_header_is_refused(tmp_path: Path) -> None:
+    """A safetensors file is the header's length in 8 bytes, the header in JSON, and the tensors' bytes."""
     path = tmp_path / "model"
     shutil.copytree(OWN, path)
-    data = (path / FILE).read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = data[8 : 8 + size].decode().rstrip()
-    stored = json.loads(header)["model.norm.weight"]
-    end, number = len(data) - 8 - size, stored["data_offsets"][1] - stored["data_offsets"][0]
-    entry = json.dumps({"model.norm.weight": {**stored, "data_offsets": [end, end + number]}})[1:-1]
-    header = f"{header[:-1]},{entry}}}".encode()
-    (path / FILE).write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :] + bytes(number))
+    file = (path / FILE).read_bytes()
+    header_size = int.from_bytes(file[:8], "little")
+    header, tensors = file[8 : 8 + header_size].decode().rstrip(), file[8 + header_size :]
+    entry = json.loads(header)["model.norm.weight"]
+    start, stop = entry["data_offsets"]
+    entry["data_offsets"] = [len(tensors), len(tensors) + stop - start]
+    second = f'"model.norm.weight":{json.dumps(entry)}'
+    header = f"{header.removesuffix('}')},{second}}}".encode()
+    zeros = bytes(stop - start)
+    (path / FILE).write_bytes(len(header).to_bytes(8, "little") + header + tensors + zeros)
     with pytest.raises(ValueError, match=r"model\.safetensors.* fetch them again"):
         refusion_lit.load(path)
 
@@ -252,7 +259,7 @@ def test_a_name_twice_in_one_header_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("damage", [lambda weight: weight.mT, lambda weight: weight[:0]])
+@pytest.mark.parametrize("damage", [lambda weight: weight.mT, lambda weight: weight[:0]], ids=["transposed", "empty"])
 def test_transposed_and_empty_weights_are_refused(
     name: str, damage: Callable[[Tensor], Tensor], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,6 +274,7 @@ def test_transposed_and_empty_weights_are_refused(
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [(with_value(float("nan")), "finite weights"), (lambda weight: weight.to(torch.int8), "floating-point numbers")],
+    ids=["not a number", "integers"],
 )
 def test_a_model_in_the_hubs_cache_is_checked(
     damage: Callable[[Tensor], Tensor], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

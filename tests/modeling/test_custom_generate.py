@@ -28,6 +28,7 @@ from refusion_lit.types import ModelTraits
 from support.forks import run_without_us
 
 ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "tests" / "goldens" / "models" / "additions-clean"
 PROGRAMS = ROOT / "experiments" / "hard_tests"
 QUERIES = {"plain": "12+34,56+78>", "prompt template": "12+34,56+78", "chat template": "12+34,56+78"}
 """Kinds of exports, with a query that each of them answers alike."""
@@ -51,10 +52,10 @@ print(json.dumps(printed))
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with an export of each kind."""
+    """Return a directory with an export of every kind."""
     folder = tmp_path_factory.mktemp("exported")
     for kind in QUERIES:
-        model = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean")
+        model = refusion_lit.load(MODEL)
         model.backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
         if kind == "prompt template":
             model.prompt_template = "{query}>"
@@ -65,7 +66,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_saved_directory_has_the_options_of_its_own_decoder(tmp_path: Path) -> None:
-    model = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean")
+    model = refusion_lit.load(MODEL)
     options = {"slot_size": 4, "num_serial_blocks": 1, "slot_threshold": 0.5, "token_threshold": 0.75}
     model.backbone.traits = ModelTraits(attention="causal", predictions=("mask", "next_token_in_slot"))
     decoder = ReFusion(**options, infill="bonus")
@@ -84,7 +85,7 @@ def test_a_saved_directory_has_the_options_of_its_own_decoder(tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def printed(exported: Path) -> dict[str, Any]:
-    """What a process with transformers alone decodes and prints: the reference outputs, and each card's program."""
+    """Return what a process with transformers alone prints: its comparison with references, and the cards' programs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(PROGRAMS))
         import standalone  # pyright: ignore[reportMissingImports]
@@ -104,6 +105,7 @@ def printed(exported: Path) -> dict[str, Any]:
 
 
 def test_reference_outputs_and_drafted_texts_come_out(printed: dict[str, Any]) -> None:
+    """The program compares every tenth text of three references; it prints the number of equal texts and of all."""
     expected = {"goldens clean": [12, 12], "goldens mid": [13, 13], "drafter": [10, 10]}
     assert printed["reference"] == expected
 
@@ -118,12 +120,9 @@ def test_the_cards_program_runs_with_transformers_alone(exported: Path, printed:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
+    [  # the model's context has 512 tokens, and the prompt 2
         ({"temperature": 0.7}, "temperature: expected none, got 0.7 in the call: this decoder is greedy; pass temp"),
-        (
-            {"do_sample": True},
-            "do_sample: expected none, got True in the call: this decoder is greedy; pass do_s",
-        ),
+        ({"do_sample": True}, "do_sample: expected none, got True in the call: this decoder is greedy; pass do_s"),
         ({"num_beams": 3}, "num_beams: expected none, got 3"),
         ({"stop_strings": ["a"]}, "stop_strings: expected none"),
         ({"slot_sizes": 4}, "slot_sizes: expected none"),
@@ -140,7 +139,7 @@ def test_the_cards_program_runs_with_transformers_alone(exported: Path, printed:
 def test_what_an_exported_decoder_would_ignore_is_refused(
     decoder: ModuleType, change: dict[str, Any], message: str
 ) -> None:
-    library = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean").backbone.model
+    library = refusion_lit.load(MODEL).backbone.model
     extra = {"draft": "nowhere"} if decoder is self_speculative else {}
     options = {"inputs": torch.tensor([[4, 5]]), "max_new_tokens": 8, "num_beams": 1, "do_sample": False, **extra}
     with pytest.raises(ValueError, match=f"^{message}"):
@@ -162,7 +161,7 @@ def test_what_an_exported_decoder_would_ignore_is_refused(
 @pytest.mark.parametrize("decoder", [refusion, self_speculative])
 @pytest.mark.parametrize("is_own", [False, True])
 def test_a_generation_config_is_honoured_or_refused(decoder: ModuleType, asked: dict[str, Any], is_own: bool) -> None:
-    library = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean").backbone.model
+    library = refusion_lit.load(MODEL).backbone.model
     options = {"draft": "nowhere"} if decoder is self_speculative else {}
     config = GenerationConfig(max_new_tokens=8, **asked)
     if is_own:
@@ -180,7 +179,7 @@ def test_a_temperature_is_refused_but_where_the_model_brings_it_along(
     decoder: ModuleType, asked: dict[str, Any]
 ) -> None:
     """``transformers serve`` sets a request's temperature without ``do_sample``."""
-    library = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean").backbone.model
+    library = refusion_lit.load(MODEL).backbone.model
     prompt = torch.tensor([[4, 5]])
     config = GenerationConfig(max_new_tokens=8, **asked)
     [name] = asked
@@ -193,7 +192,7 @@ def test_a_temperature_is_refused_but_where_the_model_brings_it_along(
 
 @pytest.mark.parametrize("decoder", [refusion, self_speculative])
 def test_a_temperature_of_one_is_refused_unless_the_request_is_greedy(decoder: ModuleType) -> None:
-    library = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean").backbone.model
+    library = refusion_lit.load(MODEL).backbone.model
     warm = GenerationConfig(temperature=1.0)
     with pytest.raises(ValueError, match=r"^temperature: expected none, got 1.0 in the call"):
         decoder.read_options(library, None, {"temperature": 1.0})
@@ -208,7 +207,7 @@ def test_a_temperature_of_one_is_refused_unless_the_request_is_greedy(decoder: M
 
 
 def test_length_and_ends_of_a_generation_config_are_honoured() -> None:
-    model = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean")
+    model = refusion_lit.load(MODEL)
     ids = torch.tensor([model.encode("12+34,56+78>")])
 
     def response(**options: Any) -> list[int]:
@@ -238,7 +237,7 @@ def test_a_model_that_was_loaded_with_its_decoder_takes_the_call_of_the_card(
 
 
 class Recorded(BaseStreamer):
-    """Keeps what it is given."""
+    """Keeps the parts that a decoder streams."""
 
     def __init__(self) -> None:
         self.parts: list[list[int]] = []
@@ -253,7 +252,7 @@ class Recorded(BaseStreamer):
 
 @pytest.mark.parametrize("decoder", [refusion, self_speculative])
 def test_a_streamer_is_given_the_prompt_and_then_what_is_final(decoder: ModuleType, tmp_path: Path) -> None:
-    model = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean")
+    model = refusion_lit.load(MODEL)
     ids = torch.tensor([model.encode("12+34,56+78>")])
     library: Any = model.backbone.model
     library.generation_config.refusion = {"slot_size": 2, "slot_threshold": 0.99999}
@@ -261,7 +260,8 @@ def test_a_streamer_is_given_the_prompt_and_then_what_is_final(decoder: ModuleTy
     save_drafter(
         Drafter(body, DrafterOptions(num_masks=2, rank=2), "base"), body, tmp_path, vocab_size=len(model.tokenizer)
     )
-    options = {"draft": str(tmp_path), "eos_token_id": -1} if decoder is self_speculative else {}  # it ends at once
+    # As a next-token model, this model ends its text at once, so no token may be an end.
+    options = {"draft": str(tmp_path), "eos_token_id": -1} if decoder is self_speculative else {}
     streamer = Recorded()
     output = decoder.generate(ids, model=library, streamer=streamer, max_new_tokens=48, **options)
     prompt, *parts = streamer.parts
@@ -273,8 +273,11 @@ def test_a_streamer_is_given_the_prompt_and_then_what_is_final(decoder: ModuleTy
 
 @pytest.mark.parametrize("decoder", [refusion, self_speculative])
 def test_rows_of_no_token_change_what_is_certain_and_are_never_drawn(decoder: ModuleType, tmp_path: Path) -> None:
-    """Probabilities are over all rows, as the engine's; tokens are those of the tokenizer."""
-    model = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean")
+    """An embedding may have more rows than the tokenizer has tokens.
+
+    Probabilities are over all rows, as in the engine. Tokens are drawn from the tokenizer's rows alone.
+    """
+    model = refusion_lit.load(MODEL)
     library: Any = model.backbone.model
     num_rows = model.backbone.special_tokens.vocab_size
     library.resize_token_embeddings(num_rows + 32, mean_resizing=False)
@@ -301,7 +304,7 @@ def test_rows_of_no_token_change_what_is_certain_and_are_never_drawn(decoder: Mo
 
 @pytest.mark.parametrize("options", [{"slot_size": 0}, {"num_serial_blocks": 0}, {"slot_sizes": 4}])
 def test_wrong_options_of_an_exported_decoder_are_refused(options: dict[str, int]) -> None:
-    library = refusion_lit.load(ROOT / "tests" / "goldens" / "models" / "additions-clean").backbone.model
+    library = refusion_lit.load(MODEL).backbone.model
     library.generation_config.refusion = options
     with pytest.raises(ValueError, match=r"^refusion: expected slot_size, num_serial_blocks, slot_threshold, token_"):
         refusion.generate(torch.tensor([[4, 5]]), model=library, max_new_tokens=8)

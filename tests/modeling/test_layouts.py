@@ -162,9 +162,22 @@ def qwen_tokenizer(mask: str) -> PreTrainedTokenizerFast:
 def test_layouts_without_a_golden_are_renamings_too(
     layout: str, base: str, published: dict[str, Any], mask: str, traits: ModelTraits, decoder: Decoder, tmp_path: Path
 ) -> None:
+    """A layout without a golden stores the weights of a model of transformers, with other options in its config.
+
+    Args:
+        layout: Name of the layout.
+        base: Type of the model of transformers.
+        published: Options of the config that the layout adds or replaces.
+        mask: The mask token, whose id is 3 (see ``qwen_tokenizer``).
+        traits: The traits that loading should read.
+        decoder: The default decoder that loading should choose.
+        tmp_path: A directory.
+    """
     tokenizer = qwen_tokenizer(mask)
     tokenizer.add_special_tokens({"mask_token": mask})
-    options = QWEN if base == "qwen3" else {name: value for name, value in QWEN.items() if name != "attention_bias"}
+    options = dict(QWEN)
+    if base != "qwen3":
+        del options["attention_bias"]  # no option of Qwen2
     plain = BackboneConfig(config={"model_type": base, **options}).build(tokenizer, seed=0)
     weights = {name: weight.detach() for name, weight in plain.model.named_parameters()}
     prefix = "backbone." if layout == "zarya" else ""
@@ -180,8 +193,8 @@ def test_layouts_without_a_golden_are_renamings_too(
     (row,) = model.generate_ids([[4, 5, 6]], max_new_tokens=64)
     assert row.token_ids
     assert not {0, 3} & set(row.token_ids)
-    again = dict(model.backbone.model.named_parameters())
-    assert all(torch.equal(again[name], weight) for name, weight in weights.items())
+    loaded = dict(model.backbone.model.named_parameters())
+    assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize(
@@ -262,40 +275,51 @@ def test_shards_are_read_and_a_missing_one_is_named(tmp_path: Path) -> None:
         refusion_lit.load(folder)
 
 
-def test_wrong_checkpoints_end_in_one_message(tmp_path: Path) -> None:
-    other = copy_model("llada-tiny", tmp_path / "other")
-    shutil.copy(MODELS["dream-tiny"] / "model.safetensors", other / "model.safetensors")
+def test_weights_of_another_layout_are_refused_by_their_shapes(tmp_path: Path) -> None:
+    """Dream's query heads share key heads, and LLaDA's do not."""
+    path = copy_model("llada-tiny", tmp_path / "model")
+    shutil.copy(MODELS["dream-tiny"] / "model.safetensors", path / "model.safetensors")
     with pytest.raises(ValueError, match=r"k_proj\.weight .*\(48, 96\).*\(96, 96\)"):
-        refusion_lit.load(other)
+        refusion_lit.load(path)
 
-    part = copy_model("llada-tiny", tmp_path / "part")
-    weights = load_file(part / "model.safetensors")
+
+def test_a_missing_weight_is_refused_by_its_published_name(tmp_path: Path) -> None:
+    path = copy_model("llada-tiny", tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
     weights.pop("model.transformer.blocks.1.attn_out.weight")
-    save_file(weights, part / "model.safetensors")
+    save_file(weights, path / "model.safetensors")
     with pytest.raises(ValueError, match=r"got none for model\.transformer\.blocks\.1\.attn_out\.weight"):
-        refusion_lit.load(part)
+        refusion_lit.load(path)
 
-    maskless = copy_model("fast-dllm-v2-tiny", tmp_path / "maskless")
+
+def test_a_tokenizer_without_the_layouts_mask_token_is_refused(tmp_path: Path) -> None:
+    path = copy_model("fast-dllm-v2-tiny", tmp_path / "model")
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        text = (maskless / file).read_text().replace("|<MASK>|", "|<other>|")
-        (maskless / file).write_text(text)
+        text = (path / file).read_text().replace("|<MASK>|", "|<other>|")
+        (path / file).write_text(text)
     with pytest.raises(ValueError, match=r"^tokenizer\.source: expected the mask token \|<MASK>\|"):
-        refusion_lit.load(maskless)
+        refusion_lit.load(path)
 
-    changed = copy_model("llada-tiny", tmp_path / "changed")
-    write_config(changed, {**config_in(changed), "alibi": True})
+
+def test_an_option_that_the_layout_cannot_express_is_refused(tmp_path: Path) -> None:
+    path = copy_model("llada-tiny", tmp_path / "model")
+    write_config(path, {**config_in(path), "alibi": True})
     with pytest.raises(ValueError, match=r"^backbone\.source: alibi: expected False in the config of a llada"):
-        refusion_lit.load(changed)
+        refusion_lit.load(path)
 
-    short = copy_model("llada-tiny", tmp_path / "short")
-    write_config(short, {name: value for name, value in config_in(short).items() if name != "d_model"})
+
+def test_an_incomplete_config_is_refused(tmp_path: Path) -> None:
+    path = copy_model("llada-tiny", tmp_path / "model")
+    write_config(path, {name: value for name, value in config_in(path).items() if name != "d_model"})
     with pytest.raises(ValueError, match=r"^backbone\.source: expected a complete config of a llada checkpoint"):
-        refusion_lit.load(short)
+        refusion_lit.load(path)
 
-    unknown = copy_model("dream-tiny", tmp_path / "unknown")
-    write_config(unknown, {**config_in(unknown), "model_type": "somebodys"})
+
+def test_an_unknown_layout_is_refused_with_all_known_layouts(tmp_path: Path) -> None:
+    path = copy_model("dream-tiny", tmp_path / "model")
+    write_config(path, {**config_in(path), "model_type": "somebodys"})
     with pytest.raises(ValueError, match=r"^backbone\.source: .*got model_type 'somebodys'") as caught:
-        refusion_lit.load(unknown)
+        refusion_lit.load(path)
     assert all(name in str(caught.value) for name in FORMATS)
     assert "\n" not in str(caught.value)
 

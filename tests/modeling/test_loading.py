@@ -29,6 +29,7 @@ from refusion_lit.modeling.vocabulary import ensure_mask_token, read_special_tok
 from refusion_lit.types import ModelTraits
 from support.tiny import TINY_QWEN, make_base
 
+# A golden model of an earlier release: its config has no group of this package, and its head has more rows than tokens.
 MID = Path(__file__).parents[1] / "goldens" / "models" / "additions-mid"
 ARCHITECTURE = {**TINY_QWEN, "num_hidden_layers": 2, "tie_word_embeddings": False}
 
@@ -42,10 +43,12 @@ def make_tokenizer(num_words: int = 9, **special: str) -> PreTrainedTokenizerFas
 
 
 def masked_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of 12 tokens: padding, EOS, mask and nine letters."""
     return make_tokenizer(pad_token="<pad>", eos_token="<eos>", mask_token="<mask>")
 
 
 def maskless_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of 11 tokens: padding, EOS and nine letters."""
     return make_tokenizer(pad_token="<pad>", eos_token="<eos>")
 
 
@@ -91,7 +94,7 @@ def test_a_config_takes_ids_and_size_from_the_tokenizer() -> None:
     config = backbone.config
     assert config.vocab_size == len(masked_tokenizer()) == 12
     assert (config.pad_token_id, config.eos_token_id, config.mask_token_id) == (0, 1, 2)
-    assert backbone.special_tokens.banned_token_ids == (0, 2)
+    assert backbone.special_tokens.banned_token_ids == (0, 2)  # padding and mask
     wide = BackboneConfig(config={**ARCHITECTURE, "vocab_size": 64}).build(masked_tokenizer())
     assert wide.head.weight.shape[0] == 64
     assert wide.special_tokens.vocab_size == 12
@@ -150,7 +153,7 @@ def test_a_released_directory_needs_no_code_of_its_own() -> None:
     torch.testing.assert_close(compute_logits(backbone, IDS), expected)
 
 
-def test_the_mask_id_is_the_tokenizers() -> None:
+def test_the_model_has_the_mask_id_of_its_tokenizer() -> None:
     for position in range(3):
         names = [("pad_token", "<p>"), ("eos_token", "<e>")]
         names.insert(position, ("mask_token", "<m>"))
@@ -163,11 +166,12 @@ def test_the_mask_id_is_the_tokenizers() -> None:
 
 @pytest.fixture
 def maskless_directory(tmp_path: Path) -> Path:
-    """A model whose tokenizer has no mask token and whose head has no spare row."""
+    """Return a model whose tokenizer has no mask token and whose head has no spare row."""
     return store(tmp_path / "maskless", {})
 
 
 def store(path: Path, options: dict[str, Any]) -> Path:
+    """Write a model with ``maskless_tokenizer`` and options of the architecture; return its directory."""
     backbone = BackboneConfig(config={**ARCHITECTURE, **options}).build(maskless_tokenizer(), seed=1)
     backbone.model.save_pretrained(path)
     maskless_tokenizer().save_pretrained(path)
@@ -222,15 +226,15 @@ def test_a_mask_token_that_is_known_keeps_its_weights() -> None:
 
 
 def test_a_mask_token_is_found_named_or_added() -> None:
-    tokenizer = masked_tokenizer()
-    ensure_mask_token(tokenizer, 5)
-    assert tokenizer.mask_token == "<mask>"
-    tokenizer = maskless_tokenizer()
-    ensure_mask_token(tokenizer, 4)
-    assert (tokenizer.mask_token, tokenizer.mask_token_id, len(tokenizer)) == ("c", 4, 11)
-    tokenizer = maskless_tokenizer()
-    ensure_mask_token(tokenizer)
-    assert (tokenizer.mask_token_id, len(tokenizer)) == (11, 12)
+    found = masked_tokenizer()
+    ensure_mask_token(found, 5)
+    assert found.mask_token == "<mask>"
+    named = maskless_tokenizer()
+    ensure_mask_token(named, 4)
+    assert (named.mask_token, named.mask_token_id, len(named)) == ("c", 4, 11)  # "<pad>", "<eos>", "a", "b", "c"
+    added = maskless_tokenizer()
+    ensure_mask_token(added)
+    assert (added.mask_token_id, len(added)) == (11, 12)
 
 
 def test_special_tokens_of_a_tokenizer() -> None:
@@ -447,23 +451,34 @@ def test_a_config_from_which_transformers_builds_no_model_is_refused(options: di
 @pytest.mark.filterwarnings("ignore:.rope_scaling. is deprecated")
 def test_the_base_of_rotary_positions_is_overridden_among_their_parameters() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MID)
-    given = {"rope_type": "default", "rope_theta": 500.0}
-    backbone = BackboneConfig(source=str(MID), config={"rope_parameters": given}).build(tokenizer)
+    base = {"rope_type": "default", "rope_theta": 500.0}
+    backbone = BackboneConfig(source=str(MID), config={"rope_parameters": base}).build(tokenizer)
     frequencies = backbone.model.get_submodule("model.rotary_emb").get_buffer("inv_freq")
-    torch.testing.assert_close(frequencies[1], torch.tensor(500.0 ** (-2 / 24)))
-    for options, message in (
-        ({"rope_theta": 500.0}, r"^backbone\.config: .*rope_theta.*rope_parameters"),
-        (
+    head_dim = backbone.config.head_dim
+    torch.testing.assert_close(frequencies[1], torch.tensor(500.0 ** (-2 / head_dim)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(
+            {"rope_theta": 500.0}, r"^backbone\.config: .*rope_theta.*rope_parameters", id="beside rope_parameters"
+        ),
+        pytest.param(
             {"rope_parameters": {"rope_theta": 500.0}},
             r"^backbone\.config\.rope_parameters: expected rope_type and rope_theta",
+            id="without rope_type",
         ),
-        (
+        pytest.param(
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
             r"^backbone\.config\.rope_scaling: expected rope_type and",
+            id="without rope_theta",
         ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            BackboneConfig(source=str(MID), config=options).build(tokenizer)
+    ],
+)
+def test_incomplete_parameters_of_rotary_positions_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BackboneConfig(source=str(MID), config=options).build(AutoTokenizer.from_pretrained(MID))
 
 
 def test_a_misspelt_option_of_an_architecture_is_refused_and_what_transformers_wrote_is_not() -> None:
@@ -474,7 +489,8 @@ def test_a_misspelt_option_of_an_architecture_is_refused_and_what_transformers_w
         BackboneConfig(config={**ARCHITECTURE, "model_type": "qwen33"}).build(tokenizer)
     written = BackboneConfig(config={**ARCHITECTURE, "rope_theta": 500.0}).build(tokenizer).config.to_dict()
     assert written["rope_parameters"]["rope_theta"] == 500.0
-    BackboneConfig(config={**written, "hidden_sise": 8}).build(tokenizer)  # of a version that had such an option
+    # A config that transformers wrote may have options that only another version of transformers knows.
+    BackboneConfig(config={**written, "hidden_sise": 8}).build(tokenizer)
 
 
 def test_a_gpu_is_the_default_where_cuda_finds_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,6 +518,7 @@ def test_a_gpu_is_the_default_where_cuda_finds_one(monkeypatch: pytest.MonkeyPat
 def test_the_type_to_decode_in_is_the_stored_one_where_it_is_fast(
     stored: str | None, device: str, has_instructions: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """GPUs compute fast in 16 bits. CPUs do so only in bfloat16, and only with the instructions of AVX512_BF16."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
     assert decoding_dtype({"dtype": stored}, device) == expected
     assert decoding_dtype(SimpleNamespace(dtype=stored and getattr(torch, stored)), device) == expected
@@ -528,14 +545,14 @@ def test_a_source_that_is_not_there_puts_no_process_offline(monkeypatch: pytest.
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.utils.get_session", lambda: SimpleNamespace(head=unreachable))
-    for cached, is_offline in ((None, False), ("somewhere/config.json", True)):
-        monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, path=cached: path)
-        if cached is None:
-            with pytest.raises(ValueError, match=r"^ckpt_path: expected .*no network"):
-                ModelSource.open("me/model", option="ckpt_path")
-        else:  # files are taken from the cache without asking for each
-            ModelSource.open("me/model", option="ckpt_path")
-        assert huggingface_hub.constants.HF_HUB_OFFLINE is is_offline
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    with pytest.raises(ValueError, match=r"^ckpt_path: expected .*no network"):
+        ModelSource.open("me/model", option="ckpt_path")
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE
+    # A source in the cache does put the process offline, so that no file is asked for on the network.
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "somewhere/config.json")
+    ModelSource.open("me/model", option="ckpt_path")
+    assert huggingface_hub.constants.HF_HUB_OFFLINE
 
 
 def test_a_drafter_is_trained_without_gradient_checkpointing() -> None:

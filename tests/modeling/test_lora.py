@@ -30,7 +30,7 @@ from support.tiny import make_base
 peft = pytest.importorskip("peft")
 
 CHARACTERS = "0123456789+=,;>"
-MASK = 2 + len(CHARACTERS)
+MASK = 2 + len(CHARACTERS)  # the id after "<pad>", "<eos>" and the characters
 IDS = torch.tensor([[5, 6, MASK, 9, 4, MASK, 7]])
 POSITIONS = torch.arange(IDS.shape[1])[None]
 
@@ -72,52 +72,67 @@ def test_every_way_out_has_the_trained_logits(
     expected = _logits(backbone)
     base_logits = _logits(BackboneConfig(source=str(base)).build(trained.tokenizer).eval())
     assert (expected - base_logits).abs().max() > 0.1
-    with backbone.model.disable_adapter():  # the reference of a policy
+    with backbone.model.disable_adapter():  # so reinforcement learning computes the reference of a policy
         torch.testing.assert_close(_logits(backbone), base_logits)
-
-    def assert_equal(logits: Tensor) -> None:
-        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-
-    assert_equal(_library_logits(merge_adapters(deepcopy(backbone.model))))
-
-    state = {f"backbone.{name}": value.clone() for name, value in backbone.state_dict().items()}
-    checkpoint = {METADATA_KEY: CheckpointMetadata.from_model(trained).to_checkpoint(), "state_dict": state}
-    torch.save(checkpoint, tmp_path / "trained.ckpt")
-    assert_equal(_logits(refusion_lit.load(tmp_path / "trained.ckpt").backbone))
-    tested = BackboneConfig(config=CheckpointMetadata.from_model(trained).backbone_config().config).build(
-        trained.tokenizer
-    )
-    restore_metadata(checkpoint, tested, trained.tokenizer, resumes=False)
-    tested.load_state_dict({name.removeprefix("backbone."): value for name, value in checkpoint["state_dict"].items()})
-    assert_equal(_logits(tested.eval()))
-
-    is_embedding = target_modules not in ("all-linear", ["q_proj"])
-    alone = TextModel(deepcopy(backbone), trained.tokenizer, "{query}")
-    if is_embedding and (tied or mask != "in the vocabulary"):
+    _assert_close(_library_logits(merge_adapters(deepcopy(backbone.model))), expected)
+    _check_checkpoint(trained, expected, tmp_path / "trained.ckpt")
+    adapts_embedding = target_modules not in ("all-linear", ["q_proj"])
+    if adapts_embedding and (tied or mask != "in the vocabulary"):
         with pytest.raises(ValueError, match=r"adapter_only: expected .* export without adapter_only"):
-            save_adapters(alone.backbone, alone.tokenizer, tmp_path / "adapters")
+            save_adapters(deepcopy(backbone), trained.tokenizer, tmp_path / "adapters")
         assert not (tmp_path / "adapters").exists()
     else:
-        save_adapters(alone.backbone, alone.tokenizer, tmp_path / "adapters")
-        model = AutoModelForCausalLM.from_pretrained(base)
-        if mask == "added row":
-            model.resize_token_embeddings(MASK + 1)
-        model = peft.PeftModel.from_pretrained(model, tmp_path / "adapters")
-        assert_equal(_library_logits(model))
-        assert_equal(_library_logits(model.merge_and_unload()))
+        _check_adapters(trained, base, expected, tmp_path / "adapters", adds_row=mask == "added row")
+    _check_export(trained, expected, tmp_path / "export")
 
-    save_model(backbone, trained.tokenizer, tmp_path / "export")
-    assert_equal(_library_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "export")))
-    exported = refusion_lit.load(tmp_path / "export")
-    assert_equal(_logits(exported.backbone))
-    options = BackboneConfig(source=str(tmp_path / "export"), drafter=DrafterOptions())
-    assert_equal(_logits(options.build(exported.tokenizer).eval()))
+
+def _assert_close(logits: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def _make_checkpoint(model: TextModel) -> dict[str, Any]:
+    """Return a checkpoint as a training saves it."""
+    state = {f"backbone.{name}": value.clone() for name, value in model.backbone.state_dict().items()}
+    return {METADATA_KEY: CheckpointMetadata.from_model(model).to_checkpoint(), "state_dict": state}
+
+
+def _check_checkpoint(trained: TextModel, expected: Tensor, path: Path) -> None:
+    """Check the logits of a checkpoint that is loaded to decode, and as ``test`` does."""
+    checkpoint = _make_checkpoint(trained)
+    torch.save(checkpoint, path)
+    _assert_close(_logits(refusion_lit.load(path).backbone), expected)
+    config = CheckpointMetadata.from_model(trained).backbone_config().config
+    tested = BackboneConfig(config=config).build(trained.tokenizer)
+    restore_metadata(checkpoint, tested, trained.tokenizer, resumes=False)
+    tested.load_state_dict({name.removeprefix("backbone."): value for name, value in checkpoint["state_dict"].items()})
+    _assert_close(_logits(tested.eval()), expected)
+
+
+def _check_adapters(trained: TextModel, base: Path, expected: Tensor, path: Path, *, adds_row: bool) -> None:
+    """Check the logits of the adapters alone, which peft applies to the base model."""
+    save_adapters(deepcopy(trained.backbone), trained.tokenizer, path)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if adds_row:
+        model.resize_token_embeddings(MASK + 1)
+    model = peft.PeftModel.from_pretrained(model, path)
+    _assert_close(_library_logits(model), expected)
+    _assert_close(_library_logits(model.merge_and_unload()), expected)
+
+
+def _check_export(trained: TextModel, expected: Tensor, path: Path) -> None:
+    """Check the logits of an export in transformers, here, and as the base of another training."""
+    save_model(trained.backbone, trained.tokenizer, path)
+    _assert_close(_library_logits(AutoModelForCausalLM.from_pretrained(path)), expected)
+    exported = refusion_lit.load(path)
+    _assert_close(_logits(exported.backbone), expected)
+    with_drafter = BackboneConfig(source=str(path), drafter=DrafterOptions())
+    _assert_close(_logits(with_drafter.build(exported.tokenizer).eval()), expected)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mask", ["added row", "in the vocabulary"])
 def test_a_head_that_is_stored_beside_a_config_that_ties_it_is_kept(tmp_path: Path, mask: str) -> None:
-    """transformers keeps such a head, too, until it adds rows."""
+    """Such a head is kept by transformers, too, until rows are added to it."""
     characters: Any = [*CHARACTERS, "<|mask|>"] if mask == "in the vocabulary" else CHARACTERS
     base = make_base(tmp_path / "base", characters, tied=False)
     config = json.loads((base / "config.json").read_text())
@@ -132,9 +147,7 @@ def test_a_head_that_is_stored_beside_a_config_that_ties_it_is_kept(tmp_path: Pa
 
     trained = _adapt(base, "all-linear")
     expected = _logits(trained.backbone)
-    state = {f"backbone.{name}": value.clone() for name, value in trained.backbone.state_dict().items()}
-    checkpoint = {METADATA_KEY: CheckpointMetadata.from_model(trained).to_checkpoint(), "state_dict": state}
-    torch.save(checkpoint, tmp_path / "trained.ckpt")
+    torch.save(_make_checkpoint(trained), tmp_path / "trained.ckpt")
     torch.testing.assert_close(_logits(refusion_lit.load(tmp_path / "trained.ckpt").backbone), expected)
     for name, options in (("export", []), ("adapters", ["--adapter_only=true"])):
         arguments = ["export", f"--ckpt_path={tmp_path / 'trained.ckpt'}", f"--output={tmp_path / name}", *options]

@@ -54,10 +54,11 @@ def test_logits_and_experts_are_those_of_the_authors_class(name: str, dtype: str
     model = published_model(golden["model"], dtype)
     routers = [module for path, module in model.backbone.body.named_modules() if path.endswith("mlp.gate")]
     chosen: list[list[list[int]]] = []
-    hooks = [
-        router.register_forward_hook(lambda _router, _inputs, out: chosen.append(out[2].sort(-1).values.tolist()))
-        for router in routers
-    ]
+
+    def record_experts(_router: nn.Module, _inputs: Any, output: Any) -> None:
+        chosen.append(output[2].sort(-1).values.tolist())  # the third output are the numbers of a token's experts
+
+    hooks = [router.register_forward_hook(record_experts) for router in routers]
     for case in golden["cases"]:
         chosen.clear()
         actual = logits(model, case["inputs"], case["block_length"]).double()
@@ -139,29 +140,46 @@ def test_the_name_of_the_checkpoint_tells_2_1_from_2_0(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("layout", "name"), LAYOUTS)
-def test_wrong_checkpoints_end_in_one_message(layout: str, name: str, tmp_path: Path) -> None:
-    for number, config in enumerate(({"num_experts": 8}, {"num_experts": 32})):
-        message = refusal(copy_model(name, tmp_path / str(number), **config))
-        assert f"{config['num_experts']} experts" in message
-        assert "16" in message
-    assert "foo_attention" in refusal(
-        copy_model(name, tmp_path / "types", layer_types=["full_attention", "foo_attention", "full_attention"])
-    )
-    if layout == "llada2":
-        assert "score_function" in refusal(copy_model(name, tmp_path / "router", score_function="softmax"))
+MIXTURES = [name for _, name in LAYOUTS]
 
-    weights = load_file(MODELS[name] / "model.safetensors")
-    missing = "model.layers.1.mlp.experts.3.up_proj.weight"
-    part = copy_model(name, tmp_path / "part")
-    save_file({key: weight for key, weight in weights.items() if key != missing}, part / "model.safetensors")
-    assert "experts" in refusal(part)
-    query = "model.layers.2.attention.query_key_value.weight"
-    if query in weights:
-        save_file({key: weight for key, weight in weights.items() if key != query}, part / "model.safetensors")
-        assert query in refusal(part)
-        save_file({**weights, query: weights[query][:-32].clone()}, part / "model.safetensors")
-        assert query in refusal(part)
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("num_experts", [8, 32])
+def test_another_number_of_experts_is_refused_with_both_numbers(name: str, num_experts: int, tmp_path: Path) -> None:
+    message = refusal(copy_model(name, tmp_path / "model", num_experts=num_experts))
+    assert f"{num_experts} experts" in message
+    assert "16" in message
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_an_unknown_type_of_layer_is_refused(name: str, tmp_path: Path) -> None:
+    layer_types = ["full_attention", "foo_attention", "full_attention"]
+    assert "foo_attention" in refusal(copy_model(name, tmp_path / "model", layer_types=layer_types))
+
+
+def test_another_score_of_experts_is_refused(tmp_path: Path) -> None:
+    assert "score_function" in refusal(copy_model("llada2-tiny", tmp_path / "model", score_function="softmax"))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_missing_expert_is_refused(name: str, tmp_path: Path) -> None:
+    path = copy_model(name, tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(weights, path / "model.safetensors")
+    assert "experts" in refusal(path)
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape"])
+def test_a_damaged_weight_of_queries_keys_and_values_is_named(damage: str, tmp_path: Path) -> None:
+    path = copy_model("llada2-tiny", tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    name = "model.layers.2.attention.query_key_value.weight"
+    weight = weights.pop(name)
+    if damage == "shape":
+        weights[name] = weight[:-32].clone()
+    save_file(weights, path / "model.safetensors")
+    assert name in refusal(path)
 
 
 def test_shards_are_read_and_a_missing_one_is_named(tmp_path: Path) -> None:

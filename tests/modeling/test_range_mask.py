@@ -33,7 +33,10 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def random_ranges(num_tokens: int, num_keys: int, seed: int) -> Tensor:
-    """Return two ranges a token: the first may be empty, the second never is."""
+    """Return random ranges (row, token, range, bound), two for every token.
+
+    The first range is empty if its start is not before its end; the second range never is.
+    """
     generator = torch.Generator().manual_seed(seed)
     bounds = torch.randint(0, num_keys, (2, num_tokens, 2, 2), generator=generator)
     bounds[:, :, 1] = bounds[:, :, 1].sort(-1).values
@@ -99,7 +102,7 @@ def test_a_training_step_is_that_with_the_matrix(name: str, rows: list[int] | No
 
 
 class Largest(TorchDispatchMode):
-    """Notes the number of elements of the largest tensor that an operation returns."""
+    """Records the number of elements of the largest tensor that an operation returns."""
 
     size = 0
 
@@ -119,8 +122,8 @@ def test_nothing_in_a_step_is_as_large_as_the_square_of_the_length(name: str, ro
         with Largest() as largest:
             gradients(model, objective, corrupted, corrupted.visible)
         sizes.append(largest.size)
-    assert sizes[1] < 2.3 * sizes[0]
-    with Largest() as largest:  # it does see a matrix
+    assert sizes[1] < 2.3 * sizes[0]  # about twice as large for twice the length; a matrix would be four times as large
+    with Largest() as largest:  # with a matrix, the largest tensor is larger
         model(corrupted.input_ids, corrupted.position_ids, attention_mask(corrupted))
     assert largest.size > sizes[1] or corrupted.visible is None
 

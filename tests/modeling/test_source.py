@@ -87,9 +87,6 @@ def test_a_config_that_is_no_json_object_is_named(tmp_path: Path, content: str) 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "got model_type None"),
-        ({"model_type": "qwen3"}, "do not fit its config"),
-        ({"model_type": "no such"}, "got model_type 'no such'"),
         ({"num_hidden_layers": 10**4, "layer_types": None}, "do not fit its config"),
         ({"num_hidden_layers": 10**6, "layer_types": None}, "num_hidden_layers: expected"),
         ({"vocab_size": 10**9}, "do not fit its config"),
@@ -100,12 +97,26 @@ def test_a_config_that_is_no_json_object_is_named(tmp_path: Path, content: str) 
 def test_a_config_that_asks_for_much_more_than_the_weights_is_refused_at_once(
     values: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    source = tmp_path / "model"
-    shutil.copytree(MODEL, source)
     stored = json.loads((MODEL / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**stored, **values} if "model_type" not in values else values))
-    if not values:
-        (source / "config.json").write_text("{}")
+    check_config_is_refused({**stored, **values}, message, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "got model_type None"),
+        ({"model_type": "qwen3"}, "do not fit its config"),
+        ({"model_type": "no such"}, "got model_type 'no such'"),
+    ],
+)
+def test_a_config_without_sizes_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    check_config_is_refused(config, message, tmp_path / "model")
+
+
+def check_config_is_refused(config: dict[str, Any], message: str, source: Path) -> None:
+    """Assert that a model with this config is refused in one line."""
+    shutil.copytree(MODEL, source)
+    (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=rf"^backbone\.source: .*{message}") as refused:
         refusion_lit.load(source)
     assert "\n" not in str(refused.value)
@@ -114,6 +125,7 @@ def test_a_config_that_asks_for_much_more_than_the_weights_is_refused_at_once(
 @pytest.mark.parametrize("name", [name for name, published in FORMATS.items() if published.model_type])
 @pytest.mark.parametrize("option", ["hidden_size", "num_hidden_layers", "rms_norm_eps", "max_position_embeddings"])
 def test_explicit_nulls_in_published_configs_are_refused_or_loaded(name: str, option: str) -> None:
+    """Any error but the ValueError of a refusal fails the test."""
     published = FORMATS[name]
     theirs = published.config_names.get(option, option)
     values = {"model_type": published.model_type, theirs: None}
@@ -126,13 +138,13 @@ def test_explicit_nulls_in_published_configs_are_refused_or_loaded(name: str, op
 @pytest.mark.parametrize(
     ("class_path", "expected"),
     [
-        ("ReFusion", ReFusion(slot_size=4)),
-        ("refusion_lit.decoding.ReFusion", ReFusion(slot_size=4)),
-        ("RecomputeKV", None),
-        ("os.system", None),
-        ("os.ReFusion", None),
-        (None, None),
-        ({"class_path": "ReFusion", "slot_size": 4}, None),
+        pytest.param("ReFusion", ReFusion(slot_size=4), id="a short name"),
+        pytest.param("refusion_lit.decoding.ReFusion", ReFusion(slot_size=4), id="a path"),
+        pytest.param("RecomputeKV", None, id="a decoder that is only a reference"),
+        pytest.param("os.system", None, id="a function of another package"),
+        pytest.param("os.ReFusion", None, id="a decoder's name in another package"),
+        pytest.param(None, None, id="null"),
+        pytest.param({"class_path": "ReFusion", "slot_size": 4}, None, id="options outside init_args"),
     ],
 )
 def test_a_decoder_that_a_config_names_is_that_one_or_refused(

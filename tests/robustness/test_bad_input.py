@@ -28,12 +28,13 @@ ROWS, CALLS = (
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 BLOCKS_OF_8 = {"attention": "block_causal", "block_size": 8}
 GENERATE = ["generate", "--max_new_tokens=24", "--decoder.slot_size=8"]
+# TINY without options of the trainer and of a new model, because ``test`` reads a checkpoint.
 TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 
 
 @dataclass
 class Place:
-    """Where a case may write, and a good checkpoint to spoil."""
+    """Where a case may write, and a good checkpoint to spoil. Methods return arguments of a command or write a file."""
 
     folder: Path
     checkpoint: str
@@ -63,7 +64,7 @@ class Place:
         return ["test", "--config", QUICKSTART, *TEST, runs, f"--ckpt_path={self.checkpoint}", *options]
 
     def data(self, text: str, *options: str, encoding: str = "utf-8") -> list[str]:
-        """Return a training on a file, which nothing of the quickstart's task reaches."""
+        """Return a training on a file, in place of the quickstart's task."""
         config = self.folder / "data.yaml"
         file = self.text("rows.jsonl", text, encoding)
         task = {"class_path": "InstructionFiles", "init_args": {"train": str(file), "validation_fraction": 0.0}}
@@ -84,11 +85,14 @@ class Place:
         path.write_bytes(change(Path(self.checkpoint).read_bytes()))
         return self.generate(path)
 
-    def with_changed_values(self, change: Callable[[dict], object]) -> list[str]:
+    def changed_checkpoint(self, change: Callable[[dict], object]) -> Path:
         values = torch.load(self.checkpoint, weights_only=True)
         change(values)
         torch.save(values, self.folder / "bad.ckpt")
-        return self.generate(self.folder / "bad.ckpt")
+        return self.folder / "bad.ckpt"
+
+    def with_changed_values(self, change: Callable[[dict], object]) -> list[str]:
+        return self.generate(self.changed_checkpoint(change))
 
 
 def _without(directory: Path, name: str) -> None:
@@ -138,8 +142,8 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     "a prompts file in another encoding": lambda p: p.prompts("12+34é>\n", "prompts.txt", "latin-1"),
     "a prompt longer than the context": lambda p: p.prompts("12+34," * 100 + "\n", "prompts.txt"),
     "a test prompt longer than the context": lambda p: [
-        *p.test("--model.backbone.config.max_position_embeddings=16", "--model.sampling.max_new_tokens=8")[:-2],
-        f"--ckpt_path={p.with_changed_values(_short_context)[-1].removeprefix('--ckpt_path=')}",
+        *p.test(),
+        f"--ckpt_path={p.changed_checkpoint(_short_context)}",  # the last path counts
         "--model.sampling.max_new_tokens=8",
         "--model.decoders.refusion.num_serial_blocks=1",
     ],
@@ -257,7 +261,7 @@ CASES: dict[str, Callable[[Place], list[str]]] = {
     ],
     "a checkpoint whose weights are not finite": lambda p: p.with_changed_values(_with_nan),
     "resuming from a checkpoint whose weights are not finite": lambda p: p.fit(
-        p.with_changed_values(_with_nan)[-1], "--trainer.max_steps=9"
+        f"--ckpt_path={p.changed_checkpoint(_with_nan)}", "--trainer.max_steps=9"
     ),
     "a checkpoint whose weights are integers": lambda p: p.with_changed_values(_with_integers),
     "weights of another shape": lambda p: p.directory(

@@ -24,13 +24,16 @@ import torch
 from lightning.pytorch.callbacks import Timer
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from cli.conftest import QUICKSTART
 from refusion_lit.checkpoints.files import newest_checkpoint
 from refusion_lit.cli import main
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.training.resume import count_finished_epochs
-from support.forks import start, wait
+from support.forks import act_at_call, start, wait
 
 NUM_STEPS = 40
+CONSTANT_RATE = ["--model.schedule.final_lr_ratio=1"]
+"""Else the learning rate of a step would depend on the number of the last step."""
 AT_EPOCH_ENDS = ["--trainer.check_val_every_n_epoch=1", "--trainer.val_check_interval=1.0"]
 
 
@@ -99,19 +102,21 @@ def _assert_like_unbroken(run: Path, unbroken: Unbroken) -> None:
         _assert_equal(last[key], unbroken.state[key])
 
 
+def _write_callbacks(path: Path, *callbacks: tuple[str, str], trainer: str = "") -> Path:
+    """Write a config with callbacks of Lightning, each given by its class and its options; return its path."""
+    entries = [f"{{class_path: lightning.pytorch.callbacks.{name}, init_args: {{{args}}}}}" for name, args in callbacks]
+    path.write_text(f"trainer: {{{trainer}callbacks: [{', '.join(entries)}]}}")
+    return path
+
+
 def _die_while_writing(number: int) -> None:
     """Let the process kill itself when half of its checkpoint number ``number`` is written."""
-    save, count = torch.save, 0
 
     def die(values: Any, file: Any) -> None:
-        nonlocal count
-        count += 1
-        save(values, file)
-        if count == number:
-            file.truncate(file.tell() // 2)
-            os.kill(os.getpid(), signal.SIGKILL)
+        file.truncate(file.tell() // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    torch.save = die
+    act_at_call(torch, "save", number, die, is_after=True)
 
 
 def test_killed_at_random_moments_and_while_writing(tmp_path: Path, fit_args: list[str], unbroken: Unbroken) -> None:
@@ -121,7 +126,7 @@ def test_killed_at_random_moments_and_while_writing(tmp_path: Path, fit_args: li
     run = tmp_path / "quickstart"
     num_kills = 0
     for attempt in range(6):
-        if attempt % 3 == 1:
+        if attempt in (1, 4):
             process = start(args, tmp_path / "log", lambda: _die_while_writing(draw.randint(1, 4)))
         else:
             process = start(args, tmp_path / "log")
@@ -133,14 +138,14 @@ def test_killed_at_random_moments_and_while_writing(tmp_path: Path, fit_args: li
         num_kills += wait(process) == -signal.SIGKILL
         for path in _checkpoints(run):
             _state(path)  # all checkpoints can be read: none is half written
-    assert num_kills >= 4
+    assert num_kills >= 4  # a process may end before it is killed, or write too few checkpoints to die
     assert wait(start(args, tmp_path / "log")) == 0
     _assert_like_unbroken(run, unbroken)
 
 
 def test_the_last_step_is_saved_with_any_intervals(tmp_path: Path, fit_args: list[str]) -> None:
     """A training of 10, then 17, then 20 steps ends with the state of a training of 20 steps."""
-    args = [*fit_args, "--model.schedule.final_lr_ratio=1"]  # or the learning rate would depend on the last step
+    args = [*fit_args, *CONSTANT_RATE]
     for num_steps in (10, 17, 20):  # checkpoints are saved every third step
         assert main([*args, f"--runs_dir={tmp_path}", f"--trainer.max_steps={num_steps}", "--ckpt_path=last"]) == 0
         resumed = _state(_checkpoints(tmp_path / "quickstart")[-1])
@@ -153,13 +158,12 @@ def test_the_last_step_is_saved_with_any_intervals(tmp_path: Path, fit_args: lis
 
 def test_a_run_may_be_stopped_at_the_end_of_an_epoch_and_within(tmp_path: Path, fit_args: list[str]) -> None:
     """Stopped and resumed four times, four epochs end with the state and the metrics of an unbroken run."""
-    args = [*fit_args, "--trainer.max_epochs=4", "--data.task.num_train=48", f"--runs_dir={tmp_path}"]
-    args += ["--model.schedule.final_lr_ratio=1"]  # or the learning rate would depend on the last step
+    args = [*fit_args, "--trainer.max_epochs=4", "--data.task.num_train=48", f"--runs_dir={tmp_path}", *CONSTANT_RATE]
     assert main([*args, "--run_version=unbroken", "--trainer.max_steps=-1"]) == 0
     run = tmp_path / "quickstart"
     unbroken = _state(run / "unbroken" / "checkpoints" / "last.ckpt")
     per_epoch = unbroken["global_step"] // 4
-    stops = (per_epoch, 2 * per_epoch, 2 * per_epoch + 1, 3 * per_epoch, -1)
+    stops = (per_epoch, 2 * per_epoch, 2 * per_epoch + 1, 3 * per_epoch, -1)  # -1: at the end of the last epoch
     for index, num_steps in enumerate(stops):
         command = [*args, "--run_version=stopped"] if index == 0 else ["fit", f"--resume={run / 'stopped'}"]
         assert main([*command, f"--trainer.max_steps={num_steps}"]) == 0
@@ -173,19 +177,16 @@ def test_the_last_step_is_validated_and_a_longer_run_forgets_that_validation(
     tmp_path: Path, fit_args: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A run of 6 steps, resumed to 17, has the metrics, checkpoints and early stopping of a run of 17 steps."""
-    overlay = tmp_path / "stopping.yaml"
-    overlay.write_text(
-        "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.EarlyStopping, "
-        "init_args: {monitor: val/loss, patience: 3, mode: max}}, "
-        "{class_path: lightning.pytorch.callbacks.ModelCheckpoint, "
-        "init_args: {monitor: val/loss, mode: min, filename: best, save_last: true}}]}"
+    config = _write_callbacks(
+        tmp_path / "stopping.yaml",
+        ("EarlyStopping", "monitor: val/loss, patience: 3, mode: max"),
+        ("ModelCheckpoint", "monitor: val/loss, mode: min, filename: best, save_last: true"),
     )
-    args = [*fit_args, f"--config={overlay}", "--trainer.val_check_interval=8", f"--runs_dir={tmp_path}"]
-    args += ["--model.schedule.final_lr_ratio=1"]  # or the learning rate would depend on the last step
+    args = [*fit_args, f"--config={config}", "--trainer.val_check_interval=8", f"--runs_dir={tmp_path}", *CONSTANT_RATE]
     assert main([*args, "--run_version=unbroken", "--trainer.max_steps=17"]) == 0
-    assert (
-        main([*args, "--run_version=longer", "--trainer.max_steps=6", "--trainer.enable_progress_bar=true"]) == 0
-    )  # 12 batches; the interval is 8
+    # The first run ends after 12 batches, so that its last validation lies between the validations after 8 and 16.
+    first_run = [*args, "--run_version=longer", "--trainer.max_steps=6", "--trainer.enable_progress_bar=true"]
+    assert main(first_run) == 0
     assert re.search(r"trained to step 6 .*val/loss [\d.]+$", capfd.readouterr().err, re.MULTILINE)
     run = tmp_path / "quickstart" / "longer"
     assert _rows(run)[-1] == ("5", True)
@@ -215,25 +216,32 @@ def _signal_in_step(number: signal.Signals, step: int) -> None:
 def test_the_validation_after_max_time_does_not_count_for_early_stopping(
     tmp_path: Path, fit_args: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    overlay = tmp_path / "stopping.yaml"
-    overlay.write_text(
-        "trainer: {max_time: '00:01:00:00', callbacks: [{class_path: lightning.pytorch.callbacks.EarlyStopping, "
-        "init_args: {monitor: val/loss, patience: 2, min_delta: 100}}, "
-        "{class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {save_last: true}}]}"
+    """The time is over in step 9, which adds a validation to the validations after 8 and 16 steps.
+
+    Early stopping ends the training at the second validation without improvement, so it would stop too early if the
+    added validation counted.
+    """
+    config = _write_callbacks(
+        tmp_path / "stopping.yaml",
+        ("EarlyStopping", "monitor: val/loss, patience: 2, min_delta: 100"),
+        ("ModelCheckpoint", "save_last: true"),
+        trainer="max_time: '00:01:00:00', ",  # days:hours:minutes:seconds
     )
-    args = [*fit_args, f"--config={overlay}", "--trainer.val_check_interval=8", f"--runs_dir={tmp_path}"]
+    args = [*fit_args, f"--config={config}", "--trainer.val_check_interval=8", f"--runs_dir={tmp_path}"]
     args += ["--trainer.accumulate_grad_batches=1"]
     run = tmp_path / "quickstart" / "stopped"
     assert main([*args, "--run_version=unbroken"]) == 0
+    hours = 0
+    start_of_batch = SlotDiffusionModule.on_train_batch_start
+
+    def expire_and_start(self: SlotDiffusionModule, *args: Any) -> None:
+        nonlocal hours
+        if self.global_step == 9:
+            hours = 2
+        start_of_batch(self, *args)
+
     with monkeypatch.context() as patched:
-        patched.setattr(Timer, "time_elapsed", lambda *_: 7200.0 * (run / "over").exists())
-        start_of_batch = SlotDiffusionModule.on_train_batch_start
-
-        def expire_and_start(self: SlotDiffusionModule, *args: Any) -> None:
-            if self.global_step == 9:  # validations follow steps 8 and 16
-                (run / "over").touch()
-            start_of_batch(self, *args)
-
+        patched.setattr(Timer, "time_elapsed", lambda *_: 3600.0 * hours)
         patched.setattr(SlotDiffusionModule, "on_train_batch_start", expire_and_start)
         assert main([*args, "--run_version=stopped"]) == 0
     assert _rows(run)[-1] == ("9", True)
@@ -245,19 +253,18 @@ def test_the_validation_after_max_time_does_not_count_for_early_stopping(
 def test_a_stop_beside_a_validation_counts_the_validation_once(
     tmp_path: Path, fit_args: list[str], validates: str
 ) -> None:
-    overlay = tmp_path / "stopping.yaml"
-    overlay.write_text(
-        "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.ModelCheckpoint, "
-        "init_args: {save_last: true, every_n_train_steps: 2}}, "
-        "{class_path: lightning.pytorch.callbacks.EarlyStopping, "
-        "init_args: {monitor: val/loss, patience: 4, mode: max}}, "
-        "{class_path: lightning.pytorch.callbacks.ModelCheckpoint, "
-        "init_args: {monitor: val/loss, mode: max, filename: best}}]}"
+    """Validations follow every second step. A signal ends the training in step 3, another one kills it in step 7."""
+    config = _write_callbacks(
+        tmp_path / "stopping.yaml",
+        ("ModelCheckpoint", "save_last: true, every_n_train_steps: 2"),
+        ("EarlyStopping", "monitor: val/loss, patience: 4, mode: max"),
+        ("ModelCheckpoint", "monitor: val/loss, mode: max, filename: best"),
     )
-    args = [*fit_args, f"--config={overlay}", "--trainer.accumulate_grad_batches=1", f"--runs_dir={tmp_path}"]
-    args += ["--trainer.val_check_interval=2"] if validates == "at intervals" else AT_EPOCH_ENDS
-    args += [] if validates == "at intervals" else ["--data.task.num_train=16"]  # two batches
-
+    args = [*fit_args, f"--config={config}", "--trainer.accumulate_grad_batches=1", f"--runs_dir={tmp_path}"]
+    if validates == "at intervals":
+        args += ["--trainer.val_check_interval=2"]
+    else:
+        args += [*AT_EPOCH_ENDS, "--data.task.num_train=16"]  # two batches in an epoch
     assert main([*args, "--run_version=unbroken"]) == 0
     run = tmp_path / "quickstart" / "stopped"
     terminate, kill = partial(_signal_in_step, signal.SIGTERM, 3), partial(_signal_in_step, signal.SIGKILL, 7)
@@ -271,13 +278,17 @@ def test_a_stop_beside_a_validation_counts_the_validation_once(
             _assert_equal(stopped[key], unbroken[key])
 
 
-@pytest.mark.parametrize("options", [["--trainer.limit_val_batches=0"], ["--trainer.val_check_interval=20"]])
+# Ten steps of two batches: the interval of 20 batches ends with the last step, which is step 9 counted from 0.
+@pytest.mark.parametrize(
+    ("option", "validations"),
+    [("--trainer.limit_val_batches=0", []), ("--trainer.val_check_interval=20", ["9"])],
+)
 def test_no_validation_is_added_without_validations_or_beside_a_validation(
-    tmp_path: Path, fit_args: list[str], options: list[str]
+    tmp_path: Path, fit_args: list[str], option: str, validations: list[str]
 ) -> None:
-    assert main([*fit_args, *options, f"--runs_dir={tmp_path}", "--trainer.max_steps=10"]) == 0
+    assert main([*fit_args, option, f"--runs_dir={tmp_path}", "--trainer.max_steps=10"]) == 0
     run = tmp_path / "quickstart" / "version_0"
-    assert [step for step, is_validation in _rows(run) if is_validation] == ([] if "limit" in options[0] else ["9"])
+    assert [step for step, is_validation in _rows(run) if is_validation] == validations
     assert _state(run / "checkpoints" / "last.ckpt")["global_step"] == 10
 
 
@@ -316,18 +327,15 @@ EVERY_SECOND = ["--trainer.check_val_every_n_epoch=1", "--trainer.val_check_inte
 def test_the_last_step_is_saved_where_nothing_else_would_be(
     tmp_path: Path, fit_args: list[str], save: str, length: list[str], num_steps: int | None
 ) -> None:
-    overlay = tmp_path / "rarely.yaml"
-    overlay.write_text(
-        "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.ModelCheckpoint, "
-        f"init_args: {{save_last: true, {save}}}}}]}}"
-    )
-    assert main([*fit_args, "--config", str(overlay), *length, f"--runs_dir={tmp_path}"]) == 0
+    config = _write_callbacks(tmp_path / "rarely.yaml", ("ModelCheckpoint", f"save_last: true, {save}"))
+    assert main([*fit_args, f"--config={config}", *length, f"--runs_dir={tmp_path}"]) == 0
     run = tmp_path / "quickstart"
     path = run / "version_0" / "checkpoints" / "last.ckpt"
     assert newest_checkpoint([run]) == path
     last = _state(path)
     assert last["global_step"] == (num_steps or max(_losses(run)) + 1)
-    assert count_finished_epochs(last["loops"]["fit_loop"]) == last["global_step"] // 6  # steps of an epoch
+    # An epoch has 96 samples, or 12 batches of 8, or 6 steps of two batches.
+    assert count_finished_epochs(last["loops"]["fit_loop"]) == last["global_step"] // 6
 
 
 def test_the_last_step_is_saved_where_validations_do_not_reach(tmp_path: Path, fit_args: list[str]) -> None:
@@ -339,7 +347,7 @@ def test_the_last_step_is_saved_where_validations_do_not_reach(tmp_path: Path, f
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_ends_and_training_resumes(
+def test_a_signal_saves_a_checkpoint_and_ends_a_training_that_resumes(
     tmp_path: Path, fit_args: list[str], unbroken: Unbroken, number: signal.Signals
 ) -> None:
     args = [*fit_args, f"--runs_dir={tmp_path}", "--run_version=v", "--ckpt_path=last"]
@@ -355,7 +363,7 @@ def test_a_signal_saves_and_ends_and_training_resumes(
     assert "Traceback" not in output
     saved = run / "v" / "checkpoints" / "last.ckpt"
     assert 0 < _state(saved)["global_step"] < NUM_STEPS
-    if number == signal.SIGINT:  # the same handler has saved the same
+    if number == signal.SIGINT:  # both signals have one handler, so resuming is tested after one of them
         return
     assert wait(start(args, tmp_path / "log")) == 0
     (run / "v").rename(run / "version_0")
@@ -368,19 +376,18 @@ def test_a_signal_saves_and_ends_and_training_resumes(
 def test_a_signal_in_the_step_that_ends_training_ends_it_as_usual(
     tmp_path: Path, fit_args: list[str], ends: str
 ) -> None:
+    """All three trainings end with step 6. Early stopping ends two of them at their second validation."""
     args = [*fit_args, "--trainer.accumulate_grad_batches=1", f"--runs_dir={tmp_path}"]
     if ends == "max_steps":
         args += ["--trainer.max_steps=6"]
     else:
-        overlay = tmp_path / "stopping.yaml"
-        overlay.write_text(
-            "trainer: {callbacks: [{class_path: lightning.pytorch.callbacks.EarlyStopping, "
-            "init_args: {monitor: val/loss, patience: 1, min_delta: 100}}, "
-            "{class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {save_last: true}}]}"
-        )
-        args += [f"--config={overlay}"]
-        args += ["--trainer.val_check_interval=3"] if ends == "early stopping" else AT_EPOCH_ENDS
-        args += [] if ends == "early stopping" else ["--data.task.num_train=24"]  # three batches
+        early_stopping = ("EarlyStopping", "monitor: val/loss, patience: 1, min_delta: 100")
+        path = _write_callbacks(tmp_path / "stopping.yaml", early_stopping, ("ModelCheckpoint", "save_last: true"))
+        args += [f"--config={path}"]
+        if ends == "early stopping":
+            args += ["--trainer.val_check_interval=3"]
+        else:
+            args += [*AT_EPOCH_ENDS, "--data.task.num_train=24"]  # three batches in an epoch
     assert main([*args, "--run_version=unbroken"]) == 0
     run = tmp_path / "quickstart"
     terminate = partial(_signal_in_step, signal.SIGTERM, 5)
@@ -394,20 +401,13 @@ def test_a_signal_in_the_step_that_ends_training_ends_it_as_usual(
 def test_the_printed_command_to_resume_has_the_options_of_the_resumed_run(tmp_path: Path, fit_args: list[str]) -> None:
     """The run's config says 2 steps, so that the command must name the 9 steps of the interrupted resumption."""
 
-    def interrupt() -> None:
-        start_of_batch = SlotDiffusionModule.on_train_batch_start
-
-        def interrupt(self: SlotDiffusionModule, *args: Any) -> None:
-            SlotDiffusionModule.on_train_batch_start = start_of_batch
-            os.kill(os.getpid(), signal.SIGINT)
-            start_of_batch(self, *args)
-
-        SlotDiffusionModule.on_train_batch_start = interrupt
+    def interrupt_first_batch() -> None:
+        act_at_call(SlotDiffusionModule, "on_train_batch_start", 1, lambda *_: os.kill(os.getpid(), signal.SIGINT))
 
     assert main([*fit_args, f"--runs_dir={tmp_path}", "--run_version=v", "--trainer.max_steps=2"]) == 0
     run = tmp_path / "quickstart" / "v"
     args = ["fit", f"--resume={run}", "--trainer.max_steps=9"]
-    assert wait(start(args, tmp_path / "log", interrupt)) == 130
+    assert wait(start(args, tmp_path / "log", interrupt_first_batch)) == 128 + signal.SIGINT
     output = (tmp_path / "log").read_text()
     assert output.index("again to stop at once") < output.index("stopped by SIGINT after step 3; saved")
     assert f"resume with: refusion-lit fit --resume {run} --trainer.max_steps=9\n" in output
@@ -420,18 +420,10 @@ def _rows(run: Path) -> list[tuple[str, bool]]:
 
 
 def test_a_killed_and_resumed_training_has_one_curve_without_repetitions(tmp_path: Path, fit_args: list[str]) -> None:
-    def die_after_a_step_beyond_the_checkpoint() -> None:
-        start_of_batch = SlotDiffusionModule.on_train_batch_start
-
-        def die(self: SlotDiffusionModule, *args: Any) -> None:
-            if self.global_step == 8:  # checkpoints are saved every third step
-                os.kill(os.getpid(), signal.SIGKILL)
-            start_of_batch(self, *args)
-
-        SlotDiffusionModule.on_train_batch_start = die
-
+    """The process dies in step 8; the newest checkpoint is of step 6, so that steps 6 and 7 run twice."""
     args = [*fit_args, f"--runs_dir={tmp_path}", "--run_version=v", "--trainer.max_steps=12"]
-    assert wait(start(args, tmp_path / "log", die_after_a_step_beyond_the_checkpoint)) == -signal.SIGKILL
+    kill = partial(_signal_in_step, signal.SIGKILL, 8)
+    assert wait(start(args, tmp_path / "log", kill)) == -signal.SIGKILL
     run = tmp_path / "quickstart" / "v"
     assert _rows(run)[-1][0] == "7"
     command = json.loads((run / "environment.json").read_text())["command"]
@@ -472,25 +464,26 @@ def test_a_full_disk_ends_a_logger_with_one_line_that_names_the_file(
     tmp_path: Path, fit_args: list[str], writer: type, method: str, num_writes: int, file: str
 ) -> None:
     """The disk is full after ``num_writes`` writes; TensorBoard writes in a thread of its own."""
-
-    def fill_up() -> None:
-        write, count = getattr(writer, method), 0
-
-        def write_until_full(self: Any, *args: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count > num_writes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return write(self, *args)
-
-        setattr(writer, method, write_until_full)
-
     args = [*fit_args, f"--runs_dir={tmp_path}", "--run_version=v"]
-    assert wait(start(args, tmp_path / "log", fill_up)) == 2
+    assert wait(start(args, tmp_path / "log", partial(_fill_disk, writer, method, num_writes))) == 2
     output = (tmp_path / "log").read_text()
     assert f"refusion-lit: error: {tmp_path}/quickstart/v/{file}: No space left on device\n" in output
     assert output.count("No space left on device") == 1
     assert "Traceback" not in output
+
+
+def _fill_disk(writer: type, method: str, num_writes: int) -> None:
+    """Let a method of a writer fail, as on a full disk, from the write after ``num_writes`` on."""
+    write, num_calls = getattr(writer, method), 0
+
+    def write_until_full(self: Any, *args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > num_writes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, *args)
+
+    setattr(writer, method, write_until_full)
 
 
 def test_slurms_signal_saves_a_checkpoint_and_requeues_the_job(tmp_path: Path, fit_args: list[str]) -> None:
@@ -521,20 +514,17 @@ def test_slurms_signal_saves_a_checkpoint_and_requeues_the_job(tmp_path: Path, f
 def test_a_full_disk_ends_the_training_and_leaves_earlier_checkpoints_to_resume_from(
     tmp_path: Path, fit_args: list[str], unbroken: Unbroken
 ) -> None:
-    def fill_up() -> None:
-        save, count = torch.save, 0
+    """A checkpoint is written twice, by its step and as the last one, so the third write is the second checkpoint's.
 
-        def limit(values: Any, file: Any) -> None:
-            nonlocal count
-            count += 1
-            if count == 3:  # each checkpoint is written twice, once as the last one
-                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
-            save(values, file)
+    A limit on the size of files stands for the full disk.
+    """
 
-        torch.save = limit
+    def limit_files(*_: Any) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))  # bytes; a checkpoint has more
 
     args = [*fit_args, f"--runs_dir={tmp_path}"]
+    fill_up = partial(act_at_call, torch, "save", 3, limit_files)
     assert wait(start(args, tmp_path / "log", fill_up)) == 2
     output = (tmp_path / "log").read_text()
     assert output.count("refusion-lit: error:") == 1
@@ -556,7 +546,6 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(
     assert "runs_dir: expected a directory that can be written" in capsys.readouterr().err
 
 
-def test_no_checkpoint_yet(tmp_path: Path, fit_args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    args = [*fit_args[1:3], f"--runs_dir={tmp_path}", "--ckpt_path=last"]
-    assert main(["test", *args]) == 2
+def test_the_last_checkpoint_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["test", "--config", QUICKSTART, f"--runs_dir={tmp_path}", "--ckpt_path=last"]) == 2
     assert "expected a checkpoint for 'last'" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import os
 import resource
 import shutil
 import signal
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from refusion_lit.evaluation.predictions import PredictionsFile
 from refusion_lit.modeling.kv_cache import KVCache
 from refusion_lit.text_model import TextModel
 from robustness.test_two_processes import MODEL, OPTIONS
-from support.forks import start, wait
+from support.forks import act_at_call, start, wait
 
 NUM_PROMPTS = 9
 TIMES = {"seconds", "tokens_per_second", "latency_median", "latency_p95"}
@@ -29,31 +29,36 @@ def _args(command: str, folder: Path, version: str, *options: str) -> list[str]:
     return [*args, "--run_name=r", f"--run_version={version}", *options]
 
 
-def _signal_at(place: tuple[str, int], number: signal.Signals) -> Callable[[], None]:
-    """Return a patch that sends the process a signal in the decoding of a batch by a decoder."""
+def _signal_at(decoder_name: str, call: int, number: signal.Signals) -> None:
+    """Let the process send itself a signal when a decoder is called for the given time.
 
-    def patch() -> None:
-        decode, count = TextModel.decode, 0
+    The first call of a decoder is a warm-up. In the others, the decoders take turns in decoding batches of two prompts.
+    """
+    decode, num_calls = TextModel.decode, 0
 
-        def interrupt(self: TextModel, prompts: Any, decoder: Any, *args: Any, **options: Any) -> Any:
-            nonlocal count
-            count += type(decoder).__name__ == place[0]
-            if (type(decoder).__name__, count) == place:
+    def signal_and_decode(self: TextModel, prompts: Any, decoder: Any, *args: Any, **options: Any) -> Any:
+        nonlocal num_calls
+        if type(decoder).__name__ == decoder_name:
+            num_calls += 1
+            if num_calls == call:
                 os.kill(os.getpid(), number)
-            return decode(self, prompts, decoder, *args, **options)
+        return decode(self, prompts, decoder, *args, **options)
 
-        TextModel.decode = interrupt
-
-    return patch
+    TextModel.decode = signal_and_decode
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the predictions in a file without their times."""
     return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in path.read_text().splitlines()]
 
 
 def _figures(run: Path) -> dict[str, dict[str, Any]]:
+    """Return the results of a run by decoder, without times."""
     results = json.loads((run / "results.json").read_text())["results"]
-    return {n: {k: v for k, v in figures.items() if k not in TIMES} for n, figures in results.items()}
+    return {
+        decoder: {name: value for name, value in figures.items() if name not in TIMES}
+        for decoder, figures in results.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +77,21 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("Autoregressive", signal.SIGKILL),
     ],
 )
-def test_test_resumes_and_its_figures_are_those_of_all(
+def test_test_resumes_and_its_figures_count_all_prompts(
     tmp_path: Path, unbroken: Path, decoder: str, number: signal.Signals
 ) -> None:
     run, log = tmp_path / "r" / "v", tmp_path / "log"
     args = _args("test", tmp_path, "v")
-    code = wait(start(args, log, _signal_at((decoder, 4), number)))
+    code = wait(start(args, log, partial(_signal_at, decoder, 4, number)))
     assert code == (-number if number == signal.SIGKILL else 128 + number)
     if number != signal.SIGKILL:
         assert f"resume with: refusion-lit test --resume {run}\n" in log.read_text()
         assert "Traceback" not in log.read_text()
-    # Two prompts a batch; a SIGTERM takes effect after the batch.
-    before = _lines(run / "predictions_refusion.jsonl")
-    assert len(before) == (6 if decoder == "Autoregressive" or number == signal.SIGTERM else 4)
+    # The call in which the signal comes is ReFusion's third batch, or follows it. SIGTERM takes effect after the batch.
+    has_third_batch = decoder == "Autoregressive" or number == signal.SIGTERM
+    assert len(_lines(run / "predictions_refusion.jsonl")) == (6 if has_third_batch else 4)
     with (run / "predictions_refusion.jsonl").open("a") as file:
-        file.write('{"id": "torn')
+        file.write('{"id": "torn')  # a line that the end of the process has cut
     assert main(["test", f"--resume={run}"]) == 0  # with the config that the run has saved
     for name in ("refusion", "other"):
         assert _lines(run / f"predictions_{name}.jsonl") == _lines(unbroken / f"predictions_{name}.jsonl")
@@ -98,7 +103,7 @@ def test_resuming_is_refused_under_other_settings_or_with_nothing_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = _args("predict", tmp_path, "v")
-    assert wait(start(args, tmp_path / "log", _signal_at(("ReFusion", 3), signal.SIGKILL))) == -signal.SIGKILL
+    assert wait(start(args, tmp_path / "log", partial(_signal_at, "ReFusion", 3, signal.SIGKILL))) == -signal.SIGKILL
     assert main([*args, "--model.resume=true", "--model.sampling.max_new_tokens=20"]) == 2
     assert "sampling.max_new_tokens was 24, is 20" in (capsys.readouterr().err)
     assert main([*args, "--model.resume=true", "--data.task.seed=1"]) == 2
@@ -140,21 +145,15 @@ def test_only_the_decoder_without_predictions_is_tested_again(
 
 
 def test_a_full_disk_keeps_the_batches_before(tmp_path: Path, unbroken: Path) -> None:
-    def fill_up() -> None:
+    """A limit on the size of files, from the fourth write on, stands for the full disk."""
+
+    def limit_files(file: PredictionsFile, *_: Any) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        write, count = PredictionsFile.write, 0
-
-        def limit(self: PredictionsFile, lines: Any, state: Any = None) -> None:
-            nonlocal count
-            count += 1
-            if count == 4:
-                size = self.path.stat().st_size + 100  # the next line does not fit
-                resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-            write(self, lines, state)
-
-        PredictionsFile.write = limit
+        size = file.path.stat().st_size + 100  # bytes; a line has more
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
     args = _args("test", tmp_path, "v")
+    fill_up = partial(act_at_call, PredictionsFile, "write", 4, limit_files)
     assert wait(start(args, tmp_path / "log", fill_up)) == 2
     output = (tmp_path / "log").read_text()
     assert output.count("refusion-lit: error:") == 1
@@ -166,21 +165,18 @@ def test_a_full_disk_keeps_the_batches_before(tmp_path: Path, unbroken: Path) ->
 def test_running_out_of_memory_keeps_the_batches_before_and_names_the_options_to_lower(
     tmp_path: Path, unbroken: Path
 ) -> None:
-    def fill_up() -> None:
-        decode, count = TextModel.decode, 0
+    """The seventh call of a decoder asks for a cache of more memory than the process may have.
 
-        def limit(self: TextModel, *args: Any, **options: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == 7:
-                size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-                resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 28), resource.RLIM_INFINITY))
-                self.backbone.make_cache = lambda rows: KVCache(3, rows, capacity=1 << 24)  # type: ignore[method-assign]
-            return decode(self, *args, **options)
+    Both decoders have then decoded a warm-up and two batches of two prompts.
+    """
 
-        TextModel.decode = limit
+    def limit_memory(model: TextModel, *_: Any, **__: Any) -> None:
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 28), resource.RLIM_INFINITY))
+        model.backbone.make_cache = lambda rows: KVCache(3, rows, capacity=1 << 24)  # type: ignore[method-assign]
 
     args, run = _args("test", tmp_path, "v"), tmp_path / "r" / "v"
+    fill_up = partial(act_at_call, TextModel, "decode", 7, limit_memory)
     assert wait(start(args, tmp_path / "log", fill_up)) == 2
     output = (tmp_path / "log").read_text()
     assert output.count("refusion-lit: error:") == 1
@@ -197,14 +193,11 @@ def test_running_out_of_memory_keeps_the_batches_before_and_names_the_options_to
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (
-            "--model.sampling.max_new_tokens=500",
-            "expected at most 12 tokens",
-        ),
+        ("--model.sampling.max_new_tokens=500", "expected at most 12 tokens"),  # the model's context has 512
         ("--model.decoding.max_cache_tokens=26", "max_cache_tokens: expected at least "),
     ],
 )
-def test_prompts_that_do_not_fit_are_refused_before_any_is_decoded(
+def test_prompts_that_do_not_fit_are_refused_before_decoding_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, option: str, message: str
 ) -> None:
     assert main([*_args(command, tmp_path, "v"), option]) == 2
@@ -217,11 +210,11 @@ def test_prompts_that_do_not_fit_are_refused_before_any_is_decoded(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--max_new_tokens=510"], "prompt 1: expected at most 2 tokens"),
+        (["--max_new_tokens=510"], "prompt 1: expected at most 2 tokens"),  # the model's context has 512
         (["--max_new_tokens=16", "--max_cache_tokens=20"], "max_cache_tokens: expected at least "),
     ],
 )
-def test_generate_refuses_prompts_that_do_not_fit_before_any_is_decoded(
+def test_generate_refuses_prompts_that_do_not_fit_before_decoding_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     prompts, output = tmp_path / "prompts.txt", tmp_path / "output.jsonl"
@@ -248,35 +241,21 @@ def test_generate_killed_again_and_again_resumes_to_its_end(tmp_path: Path) -> N
     args, whole = generate_whole(tmp_path, num_prompts=8, batch_size=2)
     output = tmp_path / "output.jsonl"
 
-    def die_at(write: int, *, after_metadata: bool) -> Callable[[], None]:
-        """Return a patch that kills the process when the answers' metadata (the number of lines) is written.
+    def die_at(write: int, is_after: bool) -> None:
+        """Let the process kill itself before or after it writes the metadata (the number of lines) for the given time.
 
-        Args:
-            write: Number of the write, from 1.
-            after_metadata: Write this metadata first. Otherwise the file holds lines that its metadata does not count.
+        Before the write, the file holds lines that the metadata do not count.
         """
-
-        def patch() -> None:
-            generate._SECONDS_BETWEEN_WRITES = 0.0
-            write_meta, count = PredictionsFile._write_meta, 0
-
-            def die(self: PredictionsFile) -> None:
-                nonlocal count
-                count += 1
-                if count < write or after_metadata:
-                    write_meta(self)
-                if count == write:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            PredictionsFile._write_meta = die
-
-        return patch
+        generate._SECONDS_BETWEEN_WRITES = 0.0
+        act_at_call(
+            PredictionsFile, "_write_meta", write, lambda _: os.kill(os.getpid(), signal.SIGKILL), is_after=is_after
+        )
 
     num_lines = []
     kills = [(1, False), (1, True), (3, False), (2, True), (4, False)]
-    for number, (write, after_metadata) in enumerate(kills):
+    for number, (write, is_after) in enumerate(kills):
         resume = ["--resume"] if output.exists() else []
-        patch = die_at(write, after_metadata=after_metadata)
+        patch = partial(die_at, write, is_after)
         code = wait(start([*args, f"--output={output}", *resume], tmp_path / f"log{number}", patch))
         assert code == -signal.SIGKILL, (tmp_path / f"log{number}").read_text()
         num_lines.append(len(output.read_text().splitlines()))
@@ -291,21 +270,13 @@ def test_generate_resumes_after_its_output(tmp_path: Path) -> None:
     args, whole = generate_whole(tmp_path, num_prompts=5, batch_size=1)
     output = tmp_path / "output.jsonl"
 
-    def interrupt() -> None:
+    def interrupt_after_three_answers() -> None:
         from refusion_lit.cli.generate import AnswerWriter
 
-        on_finished, count = AnswerWriter.on_finished, 0
+        act_at_call(AnswerWriter, "on_finished", 3, lambda *_: os.kill(os.getpid(), signal.SIGINT), is_after=True)
 
-        def interrupt(self: Any, index: int, generation: Any) -> None:
-            nonlocal count
-            count += 1
-            on_finished(self, index, generation)
-            if count == 3:
-                os.kill(os.getpid(), signal.SIGINT)
-
-        AnswerWriter.on_finished = interrupt
-
-    assert wait(start([*args, f"--output={output}"], tmp_path / "log", interrupt)) == 130
+    code = wait(start([*args, f"--output={output}"], tmp_path / "log", interrupt_after_three_answers))
+    assert code == 128 + signal.SIGINT
     assert "refusion-lit: error: interrupted" in (tmp_path / "log").read_text()
     assert len(_lines(output)) == 3
     with output.open("a") as file:

@@ -60,7 +60,7 @@ def test_lightning_loads_data_only_for_any_option(malicious: tuple[Path, Path], 
     assert not trace.exists()
 
 
-def test_the_command_line_installs_it_and_leaves_a_chosen_one() -> None:
+def test_the_command_line_installs_the_safe_reader_unless_another_is_chosen() -> None:
     args = ["--config", QUICKSTART, *TINY]
     chosen = "--trainer.plugins=lightning.pytorch.plugins.io.TorchCheckpointIO"
     for options, expected in (([], AtomicCheckpointIO), ([chosen], TorchCheckpointIO)):
@@ -68,7 +68,7 @@ def test_the_command_line_installs_it_and_leaves_a_chosen_one() -> None:
 
 
 @pytest.mark.parametrize("command", ["fit", "test", "export", "generate", "python"])
-def test_no_way_in(
+def test_no_command_runs_code_of_a_checkpoint(
     malicious: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     path, trace = malicious
@@ -130,7 +130,12 @@ def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
     monkeypatch.setattr(sys, "path", [*sys.path, modules])
     questions: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda question="": (questions.append(question), "n")[1])
+
+    def refuse(question: str = "") -> str:
+        questions.append(question)
+        return "n"
+
+    monkeypatch.setattr("builtins.input", refuse)
     directory, trace = tmp_path / "directory", tmp_path / "ran"
     BackboneConfig(source=str(MODEL)).build(AutoTokenizer.from_pretrained(MODEL)).model.save_pretrained(directory)
     code = {"AutoConfig": "tiny.TinyConfig", "AutoModelForCausalLM": "tiny.TinyForCausalLM"}

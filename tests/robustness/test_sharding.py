@@ -1,5 +1,6 @@
-"""Sharded weights: training equals training with whole weights, checkpoints load on any number of processes, and no
-code in a checkpoint is run.
+"""Training with sharded weights equals training with whole weights. Checkpoints load on any number of processes.
+
+Code in a checkpoint is not run.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SHARDED = [
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of three steps on two processes with sharded weights."""
+    """Return a checkpoint of three steps on two processes with sharded weights."""
     folder = tmp_path_factory.mktemp("sharded")
     two = ["--trainer.devices=2", *SHARDED, "--trainer.strategy.data_parallel_size=2"]
     torchrun("fit", *SMALL, *two, f"--runs_dir={folder}", "--run_version=fit")
@@ -48,7 +49,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(sharded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint as a model with whole weights."""
+    """Return the checkpoint as a model with whole weights."""
     output = tmp_path_factory.mktemp("exported") / "model"
     assert main(["export", f"--ckpt_path={sharded}", f"--output={output}"]) == 0
     return output
@@ -56,7 +57,7 @@ def exported(sharded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tested(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a ``test`` of the exported model on one process."""
+    """Return the directory of a ``test`` of the exported model on one process."""
     folder = tmp_path_factory.mktemp("tested")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("refusion_lit.reports.plots._save", lambda *_: b"<svg/>")  # drawing is slow
@@ -143,17 +144,18 @@ def test_a_torn_or_hostile_checkpoint_is_refused(sharded: Path, tmp_path: Path) 
     (hostile / ".metadata").write_bytes(pickle.dumps(Hostile()))
     with pytest.raises(ValueError, match=r"^ckpt_path: .*\.metadata cannot be read"):
         load(hostile)
-    # An allowed module imports others, which a dotted name would reach.
-    parts = [part.encode() for part in ("torch.distributed.checkpoint.metadata", "os.mkdir", f"{tmp_path}/executed")]
-    module, name, argument = (b"\x8c" + bytes([len(part)]) + part for part in parts)
-    (hostile / ".metadata").write_bytes(b"\x80\x04" + module + name + b"\x93" + argument + b"\x85R.")
+    # Unpickling may read the module torch.distributed.checkpoint.metadata. The dotted name "os.mkdir" leads out of it.
+    texts = ("torch.distributed.checkpoint.metadata", "os.mkdir", f"{tmp_path}/executed")
+    module, name, argument = (pickle.SHORT_BINUNICODE + bytes([len(text.encode())]) + text.encode() for text in texts)
+    call = module + name + pickle.STACK_GLOBAL + argument + pickle.TUPLE1 + pickle.REDUCE
+    (hostile / ".metadata").write_bytes(pickle.PROTO + bytes([4]) + call + pickle.STOP)
     with pytest.raises(ValueError, match=r"names torch.distributed.checkpoint.metadata.os.mkdir"):
         load(hostile)
     assert not (tmp_path / "executed").exists()
 
 
 class _Call:
-    """Is pickled as a call."""
+    """An object that unpickling replaces by the result of a call."""
 
     def __init__(self, *parts: object) -> None:
         self.parts = parts

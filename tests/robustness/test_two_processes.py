@@ -39,13 +39,13 @@ def test_every_sample_once_in_order_and_equally_many_batches(num_samples: int, b
     assert [i for rank in ranks for batch in rank for i in batch] == list(range(num_samples))
     assert {len(list(rank)) for rank in ranks} == {len(ranks[0])}
     sizes = [len(batch) for rank in ranks for batch in rank]
-    assert max(sizes) <= batch_size + (num_ranks > 1)
+    # Equally many batches for every process may need a batch with a sample more.
+    assert max(sizes) <= (batch_size if num_ranks == 1 else batch_size + 1)
     if num_samples >= num_ranks:
         assert min(sizes) >= 1
     if num_ranks == 1 and num_samples:
-        assert sizes == [batch_size] * (num_samples // batch_size) + [num_samples % batch_size] * (
-            num_samples % batch_size > 0
-        )
+        num_whole, rest = divmod(num_samples, batch_size)
+        assert sizes == [batch_size] * num_whole + ([rest] if rest else [])
 
 
 def _run(folder: Path, command: str, num: int, *options: str) -> Path:
@@ -57,7 +57,7 @@ def _run(folder: Path, command: str, num: int, *options: str) -> Path:
 
 
 def _by_id(path: Path) -> dict[str, dict[str, Any]]:
-    """Return predictions without their times; several processes write them in any order."""
+    """Return predictions without their times, by id, because several processes write them in any order."""
     return {line["id"]: {key: v for key, v in line.items() if key != "seconds"} for line in _lines(path)}
 
 
@@ -104,7 +104,8 @@ def test_validation_gives_the_loss_of_one_process(tmp_path: Path, num: int) -> N
         losses.append({key: float(value) for key, value in row.items() if key.startswith("val/")})
     draft_figures = {"val/accepted_1", "val/confident", "val/agreement"}
     assert losses[0].keys() >= {"val/loss", "val/ar", "val/mdm"}
-    assert (losses[0].keys() >= draft_figures) == (losses[0]["val/mdm"] > 0) == (num > 1), "a single sample has no mask"
+    has_masks = num > 1  # the first sample happens to have no mask
+    assert (losses[0].keys() >= draft_figures) == (losses[0]["val/mdm"] > 0) == has_masks
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
@@ -147,12 +148,12 @@ def test_a_signal_to_a_forked_process_stops_all_and_training_resumes(tmp_path: P
     def signal_second_process() -> None:
         start_of_batch = SlotDiffusionModule.on_train_batch_start
 
-        def signalling(self: SlotDiffusionModule, *args: Any) -> None:
+        def signal_and_start(self: SlotDiffusionModule, *args: Any) -> None:
             if self.global_step == 1 and self.global_rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             start_of_batch(self, *args)
 
-        SlotDiffusionModule.on_train_batch_start = signalling
+        SlotDiffusionModule.on_train_batch_start = signal_and_start
 
     small = ["--model.backbone.config.hidden_size=16", "--model.backbone.config.num_hidden_layers=1"]
     data = ["--data.task.num_validation=4", "--data.task.num_train=16", "--data.batch_size=4"]
@@ -184,7 +185,7 @@ def test_a_failing_process_ends_all_with_its_error(
         step(self, batch, batch_idx)
 
     monkeypatch.setattr(SlotDiffusionModule, "test_step", fail)
-    if kind is ValueError:  # a user's
+    if kind is ValueError:  # the class of errors for users
         with pytest.raises(AssertionError):
             _run(tmp_path, "test", 6, *TWO)
         assert "refusion-lit: error: data: the second process cannot continue\n" in capsys.readouterr().err
@@ -193,7 +194,10 @@ def test_a_failing_process_ends_all_with_its_error(
             _run(tmp_path, "test", 6, *TWO)
 
 
-@pytest.mark.parametrize(("exit_code", "reason"), [(-signal.SIGKILL, "SIGKILL"), (143, "SIGTERM"), (255, "no result")])
+@pytest.mark.parametrize(
+    ("exit_code", "reason"),
+    [(-signal.SIGKILL, "SIGKILL"), (128 + signal.SIGTERM, "SIGTERM"), (255, "no result")],
+)
 def test_the_end_of_a_forked_process_is_one_line(
     exit_code: int, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,31 @@ def start(args: list[str], log: Path, before: Callable[[], None] | None = None) 
     return fork(work)
 
 
+def act_at_call(owner: Any, name: str, number: int, act: Callable[..., object], *, is_after: bool = False) -> None:
+    """Patch a function so that something happens once, for example that the process is killed.
+
+    Args:
+        owner: The class or module that has the function.
+        name: The function's name.
+        number: Number of the call at which ``act`` runs, from 1.
+        act: Gets the arguments of the call.
+        is_after: Run ``act`` after the call instead of before it.
+    """
+    function, num_calls = getattr(owner, name), 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == number and not is_after:
+            act(*args, **kwargs)
+        output = function(*args, **kwargs)
+        if num_calls == number and is_after:
+            act(*args, **kwargs)
+        return output
+
+    setattr(owner, name, call)
+
+
 def run_without_us(program: str, folder: Path) -> str:
     """Run a program in a process in which ``refusion_lit`` cannot be imported; return what the program prints."""
     return run_in_new_process('import sys; sys.modules["refusion_lit"] = None\n' + program, folder)

@@ -75,7 +75,9 @@ def random_mask(rows: int, queries: int, keys: int, seed: int) -> Tensor:
     masked=st.booleans(),
     table=st.sampled_from([40, 1 << 14]),
 )
-def test_it_is_the_library_s_forward(name: str, seed: int, rows: int, length: int, masked: bool, table: int) -> None:
+def test_the_fused_body_gives_the_library_s_hidden_states(
+    name: str, seed: int, rows: int, length: int, masked: bool, table: int
+) -> None:
     model = library(MODELS[name][0], **MODELS[name][1])
     assert is_known(model.model)
     generator = torch.Generator().manual_seed(seed)
@@ -93,17 +95,18 @@ def test_it_is_the_library_s_forward(name: str, seed: int, rows: int, length: in
     ("name", "implementation"), [*((name, "sdpa") for name in MODELS), ("qwen3", "flex_attention")]
 )
 @pytest.mark.parametrize("seed", range(3))
-def test_it_writes_and_reads_the_same_cache(
+def test_the_fused_body_writes_and_reads_the_same_cache(
     name: str, implementation: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ragged rows in any selection, entries kept, storage that grows."""
+    """Rows of different lengths are fed in any selection, entries are dropped and moved, and the storage grows."""
     monkeypatch.setattr(kv_cache, "CHUNK", 8)
     model, chance = library(MODELS[name][0], **MODELS[name][1]), random.Random(seed)
     other = copy.deepcopy(model)
     other.set_attn_implementation(implementation)
-    pairs = [(one, one.make_cache(3)) for one in (backbone(other, fused_body=True), backbone(model, fused_body=False))]
-    assert isinstance(pairs[0][0].make_fused_body(), FusedBody)
-    assert pairs[1][0].make_fused_body() is None
+    fused, plain = backbone(other, fused_body=True), backbone(model, fused_body=False)
+    assert isinstance(fused.make_fused_body(), FusedBody)
+    assert plain.make_fused_body() is None
+    fused_cache, plain_cache = fused.make_cache(3), plain.make_cache(3)
     for step in range(6):
         rows = chance.sample(range(3), chance.randint(1, 3)) if step % 2 else [0, 1, 2]
         length, num_keys = chance.randint(1, 5), 6 + 3 * step
@@ -113,16 +116,17 @@ def test_it_writes_and_reads_the_same_cache(
         ids = torch.tensor([[chance.randrange(VOCAB) for _ in range(length)] for _ in rows])
         positions = torch.tensor([[chance.randrange(120) for _ in range(length)] for _ in rows])
         mask = random_mask(len(rows), length, num_keys, chance.randrange(999))
+        # Where all tokens are stored, their indices may be left out; every third step gives them nevertheless.
+        gives_source = len(places) < ids.numel() or step % 3 == 2
         states = []
-        for one, cache in pairs:
-            every = len(places) == ids.numel() and step % 3 < 2
-            cache.prepare(rows, num_keys, None if every else source, row_index, cache_index)
+        for model_, cache in ((fused, fused_cache), (plain, plain_cache)):
+            cache.prepare(rows, num_keys, source if gives_source else None, row_index, cache_index)
             with torch.no_grad():
-                # What is not stored is padding: the fused backbone does not compute it.
-                states.append(one.hidden_states(ids, positions, mask, cache).flatten(0, 1)[source])
+                # Tokens that are not stored are padding, which the fused body does not compute.
+                states.append(model_.hidden_states(ids, positions, mask, cache).flatten(0, 1)[source])
             cache.compact(rows[0], [3, 1, 0, 2])
         torch.testing.assert_close(states[0], states[1], rtol=1e-10, atol=1e-10)
-    assert pairs[0][1].capacity > 8
+    assert fused_cache.capacity > 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -137,21 +141,20 @@ def test_other_types_agree_as_far_as_they_can(dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual, expected, rtol=close, atol=close)
 
 
-def test_gradients_and_training_are_the_library_s() -> None:
+def test_the_library_computes_with_gradients_in_training_with_hooks_and_under_autocast() -> None:
     model = library("qwen3")
-    calls: list[int] = []
-    one = backbone(model, fused_body=True)
+    fused, plain = backbone(model, fused_body=True), backbone(model, fused_body=False)
     ids, positions = torch.arange(6)[None], torch.arange(6)[None]
-    assert one.hidden_states(ids, positions, None).requires_grad
-    plain = backbone(model, fused_body=False)
+    assert fused.hidden_states(ids, positions, None).requires_grad
     with torch.no_grad():
-        assert torch.equal(one(ids, positions), plain.hidden_states(ids, positions, None))
-    model.model.layers[1].register_forward_hook(lambda *_: calls.append(1))
+        assert torch.equal(fused(ids, positions), plain.hidden_states(ids, positions, None))
+    hook_calls: list[int] = []
+    model.model.layers[1].register_forward_hook(lambda *_: hook_calls.append(1))
     with torch.no_grad():
-        one.hidden_states(ids, positions, None)
-    assert calls == [1]
+        fused.hidden_states(ids, positions, None)
+    assert hook_calls == [1]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        one.hidden_states(ids, positions, None)
+        fused.hidden_states(ids, positions, None)
 
 
 class _Adapted(nn.Linear):
@@ -223,12 +226,12 @@ def test_adapters_are_refused() -> None:
 def test_no_matrix_is_copied_where_copies_do_not_pay() -> None:
     model = library("qwen2", head_dim=6)
     fused = FusedBody(model.model)
-    layer, kept = model.model.layers[0], fused._layers[0]
+    layer, fused_layer = model.model.layers[0], fused._layers[0]
     attention, mlp = layer.self_attn, layer.mlp
-    assert [one.data_ptr() for one in kept.heads.weights] == [
+    assert [weight.data_ptr() for weight in fused_layer.heads.weights] == [
         module.weight.data_ptr() for module in (attention.q_proj, attention.k_proj, attention.v_proj)
     ]
-    assert [one.data_ptr() for one in kept.down.weights] == [mlp.down_proj.weight.data_ptr()]
+    assert [weight.data_ptr() for weight in fused_layer.down.weights] == [mlp.down_proj.weight.data_ptr()]
     assert copy.deepcopy(backbone(model, fused_body=True)).fused_body
 
 

@@ -121,7 +121,7 @@ CASES = [
 def test_bfloat16_rows_get_the_probabilities_that_they_get_alone(name: str, attention: Any, decoder: Decoder) -> None:
     overrides = BackboneConfig(source=str(ADDITIONS / name), attention=attention, batch_invariant=True)
     model = refusion_lit.load(ADDITIONS / name, dtype="bfloat16", overrides=overrides)
-    prompts = [f"{a}+{a + 1},{a}+1,9+{a}>"[a % 7 :] for a in range(7, 90, 20)]
+    prompts = [f"{a}+{a + 1},{a}+1,9+{a}>"[a % 7 :] for a in range(7, 90, 20)]  # five prompts of different lengths
     together = model.generate(prompts, decoder=decoder, max_new_tokens=24, batch_size=5, trace=True)
     alone = [model.generate([prompt], decoder=decoder, max_new_tokens=24, trace=True)[0] for prompt in prompts]
     assert [row.trace for row in together] == [row.trace for row in alone]
