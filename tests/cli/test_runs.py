@@ -23,6 +23,7 @@ from refusion_lit.cli.trainer import _how_to_resume
 from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.files import acquire_lock, release_lock
 
+# TINY without options of the trainer and of a new model, because these commands read a checkpoint.
 TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 
 
@@ -48,10 +49,10 @@ def test_a_fit_is_resumed_in_its_directory_with_its_config(runs: Path, capsys: p
     config = (run / "config.yaml").read_text()
     last = run / "checkpoints" / "last.ckpt"
     assert read_step(last) == 4
-    for extra in (["--resume"], ["--resume", "version_0"]):
-        more = read_step(last) + 2
-        assert fit(runs, f"--trainer.max_steps={more}", *extra) == 0
-        assert read_step(last) == more
+    for newest_or_named in (["--resume"], ["--resume", "version_0"]):
+        num_steps = read_step(last) + 2
+        assert fit(runs, f"--trainer.max_steps={num_steps}", *newest_or_named) == 0
+        assert read_step(last) == num_steps
     assert main(["fit", f"--resume={run}", "--trainer.max_steps=10"]) == 0
     assert read_step(last) == 10
     assert sorted(path.name for path in run.parent.iterdir()) == ["version_0"]
@@ -67,9 +68,8 @@ def test_options_that_a_resumed_run_changes_are_named_and_recorded(runs: Path) -
         assert main(["fit", f"--resume={run}", "--trainer.max_steps=6", "--model.optimizer.lr=0.01"]) == 0
     actual = json.loads((run / "environment.json").read_text())
     assert actual["command"] == started
-    assert [resumption["changed"] for resumption in actual["resumed"]] == [
-        {"trainer.max_steps": 6, "model.optimizer.init_args.lr": 0.01}
-    ]
+    [resumption] = actual["resumed"]
+    assert resumption["changed"] == {"trainer.max_steps": 6, "model.optimizer.init_args.lr": 0.01}
     # The config's rate holds again if the next resumption does not repeat the option.
     with pytest.warns(UserWarning, match=r"config\.yaml .*: model\.optimizer\.init_args\.lr \(0\.01\)"):
         assert main(["fit", f"--resume={run}", "--trainer.max_steps=8"]) == 0
@@ -106,6 +106,7 @@ def test_a_resumed_run_takes_the_optimizer_options_that_it_is_given(runs: Path) 
     constant = ["--model.schedule.final_lr_ratio=1", "--model.schedule.warmup_steps=0"]
     options = ["--model.optimizer.lr=0.01", "--model.optimizer.weight_decay=0.5", *constant]
     assert main(["fit", f"--resume={run}", "--trainer.max_steps=6", *options]) == 0
+    # The two groups of parameters are those with and without weight decay.
     assert optimizer_rates(run) == ([0.01, 0.01], [0.01, 0.01], [0.5, 0.0])
 
 
@@ -172,12 +173,11 @@ def test_losses_are_written_with_and_without_tensorboard(
 
 def test_the_newest_run_of_the_command_is_resumed(runs: Path) -> None:
     last = runs / "quickstart" / "version_0" / "checkpoints" / "last.ckpt"
-    options = [option for option in TINY if "trainer." not in option and "backbone" not in option]
-    other = ["--config", QUICKSTART, *options, f"--runs_dir={runs}", f"--ckpt_path={last}", "--data.task.num_test=2"]
+    args = ["--config", QUICKSTART, *TINY_TEST, f"--runs_dir={runs}", f"--ckpt_path={last}", "--data.task.num_test=2"]
     for command in ("test", "predict"):
-        assert main([command, *other]) == 0
+        assert main([command, *args]) == 0
     for command in ("test", "predict"):
-        assert main([command, *other, "--resume"]) == 0  # each is complete
+        assert main([command, *args, "--resume"]) == 0  # both runs are complete
     assert fit(runs, "--resume", "--trainer.max_steps=6") == 0
     assert read_step(last) == 6
     assert sorted(path.name for path in last.parents[2].iterdir()) == ["version_0", "version_1", "version_2"]
@@ -254,8 +254,7 @@ def test_a_logger_of_the_user_writes_beside_the_run_s_directory(
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text("a: 1\n")  # a file of another program
     logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs", "--trainer.logger.version=1"]
-    every = "--trainer.log_every_n_steps=1"
-    assert main(["fit", "--config", str(config), *TINY, *logger, every, "--run_version=mine"]) == 0
+    assert main(["fit", "--config", str(config), *TINY, *logger, "--run_version=mine"]) == 0
     assert "next: refusion-lit test --config runs/quickstart/mine/config.yaml" in capsys.readouterr().out
     for file in ("runs/quickstart/mine/checkpoints/last.ckpt", "runs/quickstart/mine/metrics.csv"):
         assert Path(file).is_file()
@@ -346,10 +345,7 @@ def test_a_directory_is_written_by_one_process(runs: Path, capsys: pytest.Captur
         ),
         (["--trainer.devices=nope"], "error: trainer: `devices` selected with `CPUAccelerator` should be an int > 0."),
         (["--trainer.check_val_every_n_epoch=0"], "check_val_every_n_epoch: expected an integer of at least 1, got 0"),
-        (
-            ["--model.optimizer=Adam", "--model.optimizer.lr=fast"],
-            "model.optimizer.lr: expected float",
-        ),
+        (["--model.optimizer=Adam", "--model.optimizer.lr=fast"], "model.optimizer.lr: expected float"),
     ],
 )
 def test_a_run_that_cannot_start_leaves_nothing(
@@ -365,7 +361,7 @@ def test_a_run_that_fails_without_a_result_leaves_nothing(
     checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
-    # Found when config and events are written.
+    # That prompts of 64 terms leave no room for 200 tokens is found only after config and events are written.
     too_long = ["--data.task.min_terms=64", "--data.task.max_terms=64", "--model.sampling.max_new_tokens=200"]
     assert main([*args, *too_long]) == 2
     assert "(a context of" in capsys.readouterr().err
@@ -391,7 +387,7 @@ def test_predictions_are_replaced_by_no_other_test(runs: Path, capsys: pytest.Ca
     run = runs / "quickstart" / "version_0"
     test = ["test", "--config", str(run / "config.yaml"), f"--runs_dir={runs}", "--data.task.num_test=2"]
     test.append(f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}")
-    for _ in range(2):  # each in a directory of its own, though the training named its own
+    for _ in range(2):  # the config names the training's directory, but a test gets a new one
         assert main(test) == 0
     first = runs / "quickstart" / "version_1"
     assert (first.with_name("version_2") / "results.json").is_file()
@@ -441,7 +437,7 @@ def test_a_validation_is_not_resumed_as_a_test(runs: Path, checkpoint: str, caps
 
 
 def test_a_fit_goes_on_beside_predictions(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Earlier versions wrote those of a test into the directory of its training."""
+    """Earlier versions wrote the predictions of a test into the directory of its training."""
     run = runs / "quickstart" / "version_0"
     (run / "predictions_refusion.jsonl").write_text('{"id": "0"}\n')
     assert main(["fit", f"--resume={run}", "--trainer.max_steps=6"]) == 0
@@ -487,11 +483,12 @@ def test_a_run_is_named_from_inside_its_directory(
 
 
 def test_a_folder_of_runs_is_refused_with_its_newest_run(tmp_path: Path) -> None:
-    for age, (version, option) in enumerate([("first", "fit"), ("second", "fit"), ("tested", "verbose")]):
+    # Two trainings, and a newer test, whose config has the option "verbose".
+    for time, (version, option) in enumerate([("first", "fit"), ("second", "fit"), ("tested", "verbose")]):
         run = tmp_path / "quickstart" / version
         run.mkdir(parents=True)
         (run / "config.yaml").write_text(yaml.safe_dump({**RUN_OPTIONS, option: True}))
-        os.utime(run, (1000 + age, 1000 + age))
+        os.utime(run, (time, time))
     newest = tmp_path / "quickstart" / "second"
     with pytest.raises(ValueError, match=f"got {str(tmp_path / 'quickstart')!r}.*{newest}"):
         expand_resume("fit", [], str(tmp_path / "quickstart"))
@@ -568,7 +565,7 @@ def test_a_checkpoints_traits_are_known_before_its_weights_are_read(
         assert "Autoregressive does not fit this model" in capsys.readouterr().err
 
 
-def test_predict_and_validate_print_where_and_what(
+def test_predict_prints_its_file_and_validate_its_figures(
     checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
@@ -609,6 +606,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _test(run: Path, *options: str) -> int:
+    """Run ``test`` with the config and the last checkpoint of a run; return the exit code."""
     return main(["test", f"--config={run / 'config.yaml'}", f"--ckpt_path={run}", "--run_name=t", *options])
 
 

@@ -448,7 +448,6 @@ def test_a_config_from_which_transformers_builds_no_model_is_refused(options: di
         config.build(masked_tokenizer())
 
 
-@pytest.mark.filterwarnings("ignore:.rope_scaling. is deprecated")
 def test_the_base_of_rotary_positions_is_overridden_among_their_parameters() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MID)
     base = {"rope_type": "default", "rope_theta": 500.0}
@@ -458,6 +457,7 @@ def test_the_base_of_rotary_positions_is_overridden_among_their_parameters() -> 
     torch.testing.assert_close(frequencies[1], torch.tensor(500.0 ** (-2 / head_dim)))
 
 
+@pytest.mark.filterwarnings("ignore:.rope_scaling. is deprecated")
 @pytest.mark.parametrize(
     ("options", "message"),
     [

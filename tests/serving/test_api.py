@@ -91,20 +91,32 @@ def test_a_stream_has_the_role_once(client: Any, model: TextModel) -> None:
     ] * 2
 
 
-def test_choices_stops_and_seeds(client: Any, model: TextModel) -> None:
+def test_choices_are_drawn_with_one_seed_and_different_ids(client: Any, model: TextModel) -> None:
     response = chat(client, "1+1", n=3, temperature=0.9, seed=7, stop=["2"], top_p=0.9)
     rows = [decode_alone(model, "1+1", str(i), temperature=0.9, seed=7, stop=("2",), top_p=0.9) for i in range(3)]
     assert [choice.message.content for choice in response.choices] == [row.text for row in rows]
-    again = chat(client, "1+1", temperature=1.0)
-    assert decode_alone(model, "1+1", temperature=1.0, seed=again.seed).text == again.choices[0].message.content
+
+
+def test_the_seed_of_a_request_without_one_is_returned(client: Any, model: TextModel) -> None:
+    answer = chat(client, "1+1", temperature=1.0)
+    assert decode_alone(model, "1+1", temperature=1.0, seed=answer.seed).text == answer.choices[0].message.content
+
+
+def test_a_stop_string_may_be_longer_than_the_answer(client: Any, model: TextModel) -> None:
     stopped = chat(client, "1+1", stop="one text of more than 16 characters")
     assert stopped.choices[0].message.content == decode_alone(model, "1+1").text
-    kept: dict[str, Any] = {"temperature": 1.0, "seed": 3, "top_k": 1}
-    assert chat(client, "1+1", extra_body=kept).choices[0].message.content == decode_alone(model, "1+1", **kept).text
-    kept |= {"top_k": None}
-    for top_k in (-1, 0):
-        answer = chat(client, "1+1", extra_body=kept | {"top_k": top_k}).choices[0].message.content
-        assert answer == decode_alone(model, "1+1", **kept).text
+
+
+@pytest.mark.parametrize(("top_k", "expected"), [(1, 1), (-1, None), (0, None)])
+def test_top_k_limits_the_choice_unless_it_is_0_or_minus_1(
+    client: Any, model: TextModel, top_k: int, expected: int | None
+) -> None:
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 3}
+    answer = chat(client, "1+1", extra_body={**sampling, "top_k": top_k}).choices[0].message.content
+    assert answer == decode_alone(model, "1+1", **sampling, top_k=expected).text
+
+
+def test_best_of_is_refused_unless_it_is_1(client: Any, model: TextModel) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=NAME, prompt="1+1", best_of=2)
     assert caught.value.param == "best_of"
@@ -135,7 +147,7 @@ def test_a_stream_with_include_decode_has_an_event_for_every_forward_pass(model:
         assert len(message["verified"]) == len(entry.scores)
         assert drafted >= {*message["verified"]}
         drafted = drafted.union(message["drafted"]).difference(message["committed"])
-    assert sum(bool(message["verified"]) and not message["committed"] for message in rounds) > 3
+    assert any(message["verified"] and not message["committed"] for message in rounds), "all drafts of a round fail"
 
 
 def test_the_asynchronous_client_and_200_connections(model: TextModel) -> None:
@@ -146,10 +158,11 @@ def test_the_asynchronous_client_and_200_connections(model: TextModel) -> None:
 
     with serving(model, rows=16, max_waiting=200) as server:
         responses = asyncio.run(ask(address(server)))
-    rows = {(i, n): decode_alone(model, TEXTS[i], max_new_tokens=n).text for i in range(5) for n in (4, 5, 6)}
-    assert [response.choices[0].message.content for response in responses] == [
-        rows[i % 5, 4 + i % 3] for i in range(200)
-    ]
+    expected = {
+        (text, length): decode_alone(model, text, max_new_tokens=length).text for text in TEXTS for length in (4, 5, 6)
+    }
+    for i, response in enumerate(responses):
+        assert response.choices[0].message.content == expected[TEXTS[i % 5], 4 + i % 3]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -272,18 +285,19 @@ def test_texts_and_histories_beyond_any_prompt_are_refused_before_they_are_encod
     client: Any, server: Server, model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Encoding a huge text would keep the server busy. Here encoding would raise an error."""
-    most = server.worker.limits.max_prompt_tokens
-    longest = max(map(len, model.tokenizer.get_vocab()))
+    max_tokens = server.worker.limits.max_prompt_tokens
+    longest_token = max(map(len, model.tokenizer.get_vocab()))
+    too_long = "1" * (max_tokens * longest_token + 1)
     monkeypatch.setattr("refusion_lit.serving.service.encode_plain_prompt", None)
     monkeypatch.setattr(TextModel, "encode", None)
-    for prompt in ("1" * (most * longest + 1), ["1", "1" * (most * longest + 1)]):
+    for prompt in (too_long, ["1", too_long]):
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(model=NAME, prompt=prompt)
         assert caught.value.param == "prompt"
-    for turns, option in ((most + 1, "messages"), (1, "prompt")):
-        content = "1" if turns > 1 else "1" * (most * longest + 1)
+    too_many_turns: Any = [{"role": "user", "content": "1"}] * (max_tokens + 1)
+    for messages, option in ((too_many_turns, "messages"), ([{"role": "user", "content": too_long}], "prompt")):
         with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": content}] * turns)
+            client.chat.completions.create(model=NAME, messages=messages)
         assert caught.value.param == option
 
 
@@ -343,15 +357,11 @@ def test_a_decoder_in_any_order_keeps_a_schema(tmp_path: Path) -> None:
         streamed = chat(client, "1+1", response_format=SUM_FORMAT, stream=True, max_tokens=40)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == expected.text
         response = chat(client, "1+1", response_format=SUM_FORMAT, max_tokens=40)
-        assert (response.choices[0].message.content, response.usage.completion_tokens) == (
-            expected.text,
-            expected.num_tokens,
-        )
+        assert response.choices[0].message.content == expected.text
+        assert response.usage.completion_tokens == expected.num_tokens
         jsonschema.validate(json.loads(expected.text), SUM)
-        form = {
-            "type": "json_schema",
-            "json_schema": {"schema": {"enum": ["\ud800", "\ud801"]}},
-        }  # texts of no encoding
+        lone_surrogates = {"schema": {"enum": ["\ud800", "\ud801"]}}  # JSON has them, but UTF-8 does not
+        form = {"type": "json_schema", "json_schema": lone_surrogates}
         body = {"model": NAME, "prompt": "1", "max_tokens": 40, "response_format": form}
         assert get(f"{address(server)}/v1/completions", json.dumps(body).encode())[0] == 200
         with pytest.raises(openai.BadRequestError, match=r"max_tokens: .*got 3"):
@@ -359,23 +369,22 @@ def test_a_decoder_in_any_order_keeps_a_schema(tmp_path: Path) -> None:
 
 
 def test_answers_keep_a_schema(tmp_path: Path) -> None:
-    schema, asked = SUM, SUM_FORMAT
     bytes_model = load(make_bytes_base(tmp_path), device="cpu")
     with serving(bytes_model) as server, openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none") as client:
-        streamed = chat(client, "1+1", response_format=asked, stream=True, max_tokens=40)
+        streamed = chat(client, "1+1", response_format=SUM_FORMAT, stream=True, max_tokens=40)
         texts = ["".join(chunk.choices[0].delta.content or "" for chunk in streamed)]
-        several = chat(client, "1+1", response_format=asked, n=3, temperature=1.0, seed=3, max_tokens=40)
+        several = chat(client, "1+1", response_format=SUM_FORMAT, n=3, temperature=1.0, seed=3, max_tokens=40)
         texts += [choice.message.content for choice in several.choices]
         for text in texts:
-            jsonschema.validate(json.loads(text), schema)
+            jsonschema.validate(json.loads(text), SUM)
         free = chat(client, "1+1", response_format={"type": "json_object"}, max_tokens=40)
         assert isinstance(json.loads(free.choices[0].message.content), dict)
         for options, message in (
             ({"stop": ["}"]}, r"response_format: .*stop strings"),
-            ({"max_tokens": 3}, r"max_tokens: .*at least 10, .*got 3"),
+            ({"max_tokens": 3}, r"max_tokens: .*at least 10, .*got 3"),  # {"sum":0} and EOS
         ):
             with pytest.raises(openai.BadRequestError, match=message):
-                chat(client, "1+1", response_format=asked, **options)
+                chat(client, "1+1", response_format=SUM_FORMAT, **options)
 
 
 def test_content_may_come_in_parts_of_text(client: Any) -> None:
@@ -404,6 +413,7 @@ def test_other_models_turns_and_lengths_are_refused(client: Any) -> None:
         client.chat.completions.create(model=NAME, messages=[{"role": "system", "content": "1"}])
     with pytest.raises(openai.BadRequestError, match=r"prompt: .*at most 4096 tokens.*got 5000"):
         client.completions.create(model=NAME, prompt="1" * 5000)
+    # Of the context of 512 tokens, the answer takes 16.
     with pytest.raises(openai.BadRequestError, match=r"prompt: .*at most 496 tokens .*512 .*max_tokens"):
         client.completions.create(model=NAME, prompt="1" * 500)
     with pytest.raises(openai.BadRequestError, match=r"prompt: .*16 texts.*empty"):
@@ -414,14 +424,12 @@ def test_each_thread_has_a_tokenizer_of_its_own(model: TextModel) -> None:
     """Encoding switches special tokens off and on in its tokenizer: the engine, prompts and schemas have three."""
     worker = Worker(model, model.default_decoder, SamplingParams(), DecodingOptions(), Limits())
     service = Service(worker, NAME)
-    assert (
-        len({id(tokenizer) for tokenizer in (model.tokenizer, service.model.tokenizer, service.schemas._tokenizer)})
-        == 3
-    )
+    tokenizers = (model.tokenizer, service.model.tokenizer, service.schemas._tokenizer)
+    assert len({id(tokenizer) for tokenizer in tokenizers}) == 3
 
 
 def test_names_of_special_tokens_stay_text(client: Any) -> None:
-    """This tokenizer has no letters, so as text they are refused; as tokens they would be taken."""
+    """This tokenizer has no letters, so it refuses the names as text; as tokens it would take them."""
     for name in ("<mask>", "<eos>"):
         with pytest.raises(openai.BadRequestError, match="no token for"):
             chat(client, f"1{name}2")
@@ -451,11 +459,11 @@ def test_names_of_a_chat_templates_tokens_stay_text_in_every_turn(tmp_path: Path
     ):
         submit = server.worker.submit
 
-        def submit_noted(jobs: Any) -> None:
+        def record_and_submit(jobs: Any) -> None:
             encoded.extend(job.prompt.token_ids for job in jobs)
             submit(jobs)
 
-        server.worker.submit = submit_noted  # type: ignore[method-assign]
+        server.worker.submit = record_and_submit  # type: ignore[method-assign]
         for question in ("and <eos>2?", "<pad>"):
             answer = client.chat.completions.create(model=NAME, messages=turns).choices[0].message
             assert answer.content == expected_text()
@@ -477,31 +485,45 @@ def get(url: str, data: bytes | None = None, **headers: str) -> tuple[int, Any]:
         return error.code, json.loads(body)["error"]["message"] if body.startswith(b"{") else body
 
 
-def test_the_door(server: Server, model: TextModel) -> None:
-    url = address(server)
-    assert get(f"{url}/health") == (200, b'{"status":"ready"}')
+def test_hosts_and_paths_that_the_server_does_not_have_are_refused(server: Server, client: Any) -> None:
+    assert get(f"{address(server)}/health") == (200, b'{"status":"ready"}')
     assert get_status(server, "/health", "evil.example") == get_status(server, "/", "") == 400
     for path in ("/docs", "/openapi.json", "/../etc/passwd", "/page.html"):
         assert get_status(server, path) == 404
-    chats = f"{url}/v1/chat/completions"
-    valid = json.dumps({"model": NAME, "messages": [{"role": "user", "content": "1"}], "max_tokens": 1}).encode()
-    assert get(chats, valid)[0] == 200
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client, pytest.raises(openai.NotFoundError) as caught:
+    with pytest.raises(openai.NotFoundError) as caught:
         client.embeddings.create(model=NAME, input="1")
     assert caught.value.param == "path"
     assert "/v1/chat/completions" in caught.value.body["message"]
-    for kind in ("text/plain", ""):  # what a page of another site can send without asking
-        assert get(chats, valid, **{"Content-Type": kind})[0] == 400
-    length = "Content-Type: application/json\nContent-Length: 1000001"
-    with raw(server, f"POST /v1/chat/completions HTTP/1.1\nHost: localhost\n{length}\n\n") as connection:
-        assert b" 413 " in connection.makefile("rb").readline()  # before a body was sent
+
+
+def test_bodies_that_are_no_valid_json_objects_are_refused(server: Server) -> None:
+    chats = f"{address(server)}/v1/chat/completions"
+    valid = json.dumps({"model": NAME, "messages": [{"role": "user", "content": "1"}], "max_tokens": 1}).encode()
+    assert get(chats, valid)[0] == 200
+    # A page of another site can send bodies of these types without asking.
+    for content_type in ("text/plain", ""):
+        assert get(chats, valid, **{"Content-Type": content_type})[0] == 400
     for wrong in (b"{", b"", b"[1]", b"5", b"[" * 100_000, b"\xff"):
         status, message = get(chats, wrong)
         assert (status, message.partition(":")[0]) == (400, "body")
     assert get(chats, b'{"model": "additions"}') == (400, "messages: Field required.")
-    with serving(model, key="") as unlocked:  # as of a variable that is set to nothing
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_sent(server: Server) -> None:
+    length = "Content-Type: application/json\nContent-Length: 1000001"
+    with raw(server, f"POST /v1/chat/completions HTTP/1.1\nHost: localhost\n{length}\n\n") as connection:
+        assert b" 413 " in connection.makefile("rb").readline()
+
+
+def test_an_empty_key_is_no_key(model: TextModel) -> None:
+    """The variable with the key may be set to nothing."""
+    with serving(model, key="") as unlocked:
         assert get_status(unlocked, "/v1/models", "evil.example") == 400
         assert get(f"{address(unlocked)}/v1/models", Authorization="Bearer ")[0] == 200
+
+
+def test_with_a_key_only_the_page_and_health_are_open(model: TextModel) -> None:
+    """Requests need the key, so that they may come from any host."""
     with serving(model, key="secret") as locked:
         assert get(f"{address(locked)}/health", Host="any.example")[0] == get(address(locked))[0] == 200
         for path in ("/metrics", "/v1/models"):
@@ -515,7 +537,12 @@ def test_health_says_that_the_model_is_loading(model: TextModel) -> None:
     worker = Worker(model, model.default_decoder, SamplingParams(), DecodingOptions(), Limits())
     loaded = threading.Event()
     runner = worker.checked_model.runner
-    worker.checked_model.runner = lambda: loaded.wait(60) and runner()  # type: ignore[method-assign,return-value]
+
+    def load_late() -> Any:
+        assert loaded.wait(60)
+        return runner()
+
+    worker.checked_model.runner = load_late  # type: ignore[method-assign]
     with TestClient(build_app(Service(worker, NAME)), "http://127.0.0.1") as client:
         health = client.get("/health")
         assert (health.status_code, health.json()) == (503, {"status": "loading"})
@@ -552,7 +579,7 @@ def test_errors_that_no_route_expects_have_the_form_of_all_errors(server: Server
 
 @pytest.mark.parametrize("head", ["Content-Length: 20000000\n\n", "Transfer-Encoding: chunked\n\n1312d00\n"])
 def test_a_client_that_sends_all_of_a_large_body_first_gets_its_answer(server: Server, head: str) -> None:
-    """As Python's urllib does: with data unread, closing the connection would reset it."""
+    """Python's urllib sends the whole body first. Closing a connection with unread data would reset the connection."""
     start = "POST /v1/completions HTTP/1.1\nHost: localhost\nContent-Type: application/json\nConnection: close\n"
     with raw(server, start + head) as connection:
         connection.sendall(b"1" * 20_000_000)
@@ -610,5 +637,5 @@ def test_a_full_queue_says_when_to_come_again(model: TextModel) -> None:
                 client.completions.create(model=NAME, prompt="1+3")
             assert int(caught.value.response.headers["retry-after"]) >= 1
             first.close()
-            assert [chunk.choices[0].finish_reason for chunk in second][-1], "the row of the one that left is free"
+            assert [chunk.choices[0].finish_reason for chunk in second][-1], "the first request's row is free again"
         wait_for(lambda: not server.worker.active)

@@ -43,7 +43,7 @@ from refusion_lit.serving.worker import Worker
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 from support.forks import start, wait
-from support.servers import MODEL, NAME, address, raw, serving, slow, wait_for
+from support.servers import MODEL, NAME, address, raw, serving, slow, wait_for, wrap_body
 from support.tiny import make_bytes_base
 
 ENVIRONMENT = os.environ | {"REFUSION_LIT_API_KEY": ""}
@@ -54,7 +54,7 @@ GOOD = ["1+1", "12+3", "7,8", "99+1=", "3;4"]
 
 @pytest.fixture(scope="module")
 def model() -> TextModel:
-    """A model that never ends a response."""
+    """Return a model that never ends a response."""
     endless = load(MODEL, device="cpu")
     head = endless.backbone.head_runner()
     ends = torch.tensor(endless.backbone.special_tokens.eos_token_ids)
@@ -126,15 +126,13 @@ def test_a_request_that_fails_harms_no_other(
     """While a bad prompt fails, other requests in the same batch get the texts that they get alone, also as streams."""
     bad = torch.tensor(model.encode(BAD)[:2])
 
+    def fail(body: Callable[..., torch.Tensor], ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        hidden = body(ids, *args)
+        is_bad = (ids[:, :2] == bad).all(-1) if ids.shape[1] > 1 else torch.zeros(len(ids), dtype=torch.bool)
+        return fault(hidden, is_bad) if is_bad.any() else hidden
+
     def prepare(worker: Worker) -> None:
-        body = worker.checked_model.runner()
-
-        def fail(ids: torch.Tensor, *args: Any) -> torch.Tensor:
-            hidden = body(ids, *args)
-            is_bad = (ids[:, :2] == bad).all(-1) if ids.shape[1] > 1 else torch.zeros(len(ids), dtype=torch.bool)
-            return fault(hidden, is_bad) if is_bad.any() else hidden
-
-        worker.checked_model.runner = lambda: fail
+        wrap_body(worker, fail)
         slow(worker, 0.002)
 
     decoder = Autoregressive()
@@ -156,7 +154,7 @@ def test_a_request_that_fails_harms_no_other(
 
 
 def test_each_request_of_a_failed_call_runs_alone(model: TextModel) -> None:
-    """So the request at fault is found. Requests that came later wait until all three have run."""
+    """A request that runs alone shows whether it is at fault. Later requests wait until all three have run."""
     worker = Worker(model, Autoregressive(), SamplingParams(), DecodingOptions(batch_size=4), Limits())
     worker._make_engine()
     prompt = Prompt(token_ids=tuple(model.encode("1+1")), id="0")
@@ -175,17 +173,28 @@ def test_each_request_of_a_failed_call_runs_alone(model: TextModel) -> None:
     assert rounds == ["a", "b", "c", "de"]
 
 
+class LateEncoding:
+    """Holds all encoding of prompts back until ``released`` is set.
+
+    Attributes:
+        released: Lets encoding go on.
+        num_begun: Number of prompts whose encoding has begun.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.released, self.num_begun, encode = threading.Event(), 0, Service._encode
+
+        def encode_late(service: Service, body: Any) -> Any:
+            self.num_begun += 1
+            assert self.released.wait(60)
+            return encode(service, body)
+
+        monkeypatch.setattr(Service, "_encode", encode_late)
+
+
 def test_a_prompt_that_is_encoded_for_long_blocks_nobody(model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile the server answers ``/health``; requests that wait for the tokenizer count as a queue."""
-    is_released, num_begun, encode = threading.Event(), 0, Service._encode
-
-    def encode_late(service: Service, body: Any) -> Any:
-        nonlocal num_begun
-        num_begun += 1
-        assert is_released.wait(60)
-        return encode(service, body)
-
-    monkeypatch.setattr(Service, "_encode", encode_late)
+    encoding = LateEncoding(monkeypatch)
     answers: list[str | None] = []  # None: refused
 
     def ask(server: Server) -> None:
@@ -200,11 +209,11 @@ def test_a_prompt_that_is_encoded_for_long_blocks_nobody(model: TextModel, monke
             thread.start()
         try:
             wait_for(lambda: answers)
-            assert (answers, num_begun) == ([None], 1), "one at a time"
+            assert (answers, encoding.num_begun) == ([None], 1), "one at a time"
             with urllib.request.urlopen(f"{address(server)}/health", timeout=30) as health:
                 assert health.status == 200
         finally:
-            is_released.set()
+            encoding.released.set()
         for thread in asked:
             thread.join()
         expected = complete(server, "1+1").choices[0].text
@@ -215,15 +224,13 @@ def test_a_forward_pass_that_hangs_delays_neither_clients_nor_the_end_of_the_ser
     goes_on = threading.Event()
 
     def prepare(worker: Worker) -> None:
-        worker.grace_seconds = 0.5
-        body = worker.checked_model.runner()
-
-        def hang(ids: torch.Tensor, *args: Any) -> torch.Tensor:
+        def hang(body: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
             if worker.is_ready:
                 goes_on.wait(180)  # longer than the client waits, and than the server may take to end
-            return body(ids, *args)
+            return body(*args)
 
-        worker.checked_model.runner = lambda: hang
+        worker.grace_seconds = 0.5
+        wrap_body(worker, hang)
 
     try:
         with serving(model, Autoregressive(), prepare=prepare, max_seconds=0.5, drain_seconds=0.0) as server:
@@ -238,22 +245,14 @@ def test_if_no_further_engine_can_be_made_all_requests_fail_and_the_server_ends(
     """This happens after an error of a GPU that leaves its context unusable."""
     is_lost = threading.Event()
 
+    def fail_if_lost(function: Callable[..., Any], *args: Any) -> Any:
+        if is_lost.is_set():
+            raise RuntimeError("device-side assert triggered")
+        return function(*args)
+
     def prepare(worker: Worker) -> None:
-        body = worker.checked_model.runner()
-        make_cache = worker.checked_model.make_cache
-
-        def run_body(*args: Any) -> torch.Tensor:
-            if is_lost.is_set():
-                raise RuntimeError("device-side assert triggered")
-            return body(*args)
-
-        def cache(num_rows: int) -> Any:
-            if is_lost.is_set():
-                raise RuntimeError("device-side assert triggered")
-            return make_cache(num_rows)
-
-        worker.checked_model.runner = lambda: run_body
-        worker.checked_model.make_cache = cache
+        wrap_body(worker, fail_if_lost)
+        worker.checked_model.make_cache = partial(fail_if_lost, worker.checked_model.make_cache)
         slow(worker)
 
     with serving(model, Autoregressive(), rows=2, prepare=prepare) as server, ThreadPoolExecutor(4) as pool:
@@ -384,23 +383,15 @@ def test_the_time_limit_starts_when_a_request_arrives(model: TextModel, monkeypa
 def test_a_request_is_refused_at_its_time_limit_while_a_thread_works_for_it(
     model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_released, num_begun, encode = threading.Event(), 0, Service._encode
-
-    def encode_late(service: Service, body: Any) -> Any:
-        nonlocal num_begun
-        num_begun += 1
-        assert is_released.wait(60)
-        return encode(service, body)
-
     with serving(model, max_seconds=1.0) as server:
-        monkeypatch.setattr(Service, "_encode", encode_late)
+        encoding = LateEncoding(monkeypatch)
         try:
             for _ in range(2):  # the second request waits for the first request's thread
                 with pytest.raises(openai.InternalServerError, match="time limit"):
                     complete(server, "1+1", max_tokens=1)
         finally:
-            is_released.set()
-        assert num_begun == 1
+            encoding.released.set()
+        assert encoding.num_begun == 1
         assert complete(server, "1+1", max_tokens=1).choices
 
 
@@ -409,16 +400,15 @@ def test_schemas_are_compiled_one_at_a_time_beside_other_requests(
 ) -> None:
     masked = load(make_bytes_base(tmp_path, mask=True), device="cpu")
     constrain, may_go_on = Service._constrain, threading.Event()
-    counts = {"now": 0, "most": 0}
+    num_running: list[int] = []  # after every start and every end
     services: list[Service] = []
 
     def constrain_slowly(service: Service, prompts: Any, body: Any, *args: Any) -> Any:
         if body.response_format.type != "text":
             services.append(service)
-            counts["now"] += 1
-            counts["most"] = max(counts.values())
+            num_running.append((num_running or [0])[-1] + 1)
             may_go_on.wait(20)
-            counts["now"] -= 1
+            num_running.append(num_running[-1] - 1)
         return constrain(service, prompts, body, *args)
 
     monkeypatch.setattr(Service, "_constrain", constrain_slowly)
@@ -429,7 +419,7 @@ def test_schemas_are_compiled_one_at_a_time_beside_other_requests(
         assert complete(server, "1+1", max_tokens=1).choices
         may_go_on.set()
         assert {answer.result().choices[0].text for answer in asked} == {"1"}
-    assert counts["most"] == 1
+    assert max(num_running) == 1
 
 
 def test_a_signal_lets_answers_end_and_refuses_others(model: TextModel) -> None:
@@ -507,10 +497,7 @@ def test_the_command_serves_a_run_of_fit_and_logs_prompts_if_asked(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["--host", "0.0.0.0"],
-            "host: .*REFUSION_LIT_API_KEY",
-        ),
+        (["--host", "0.0.0.0"], "host: .*REFUSION_LIT_API_KEY"),
         (["--port", "70000"], "port: .*65536, got 70000"),
         (["--max_waiting", "-1"], "max_waiting: .*at least 0, got -1"),
         (["--max_answer_tokens", "0"], "max_answer_tokens: .*at least 1, got 0"),
@@ -519,7 +506,7 @@ def test_the_command_serves_a_run_of_fit_and_logs_prompts_if_asked(
 def test_wrong_options_are_refused(
     options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-
+    """The answer is the same without an API key and with an empty one."""
     monkeypatch.delenv("REFUSION_LIT_API_KEY", raising=False)
     assert main(["serve", "--ckpt_path", str(MODEL), *options]) == 2
     assert re.search(message, capsys.readouterr().err)

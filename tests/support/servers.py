@@ -72,6 +72,12 @@ def slow(worker: Worker, seconds: float = 0.02) -> None:
     worker.checked_model.head_runner = lambda: partial(run_slowly, make_head())
 
 
+def wrap_body(worker: Worker, run: Callable[..., Any]) -> None:
+    """Let every forward pass run a function, which gets the body's own forward pass and the inputs."""
+    make_body = worker.checked_model.runner
+    worker.checked_model.runner = lambda: partial(run, make_body())
+
+
 def wait_for(is_met: Callable[[], object], seconds: float = 60.0) -> None:
     until = time.monotonic() + seconds
     while not is_met():

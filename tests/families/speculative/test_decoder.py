@@ -6,6 +6,7 @@ import json
 import random
 import time
 from dataclasses import replace
+from itertools import accumulate, count
 from math import ceil
 from pathlib import Path
 from types import GeneratorType
@@ -38,6 +39,7 @@ from support.fakes import (
     EOS,
     HYBRID,
     MASK,
+    PAD,
     SPECIAL,
     VOCAB,
     HashModel,
@@ -54,6 +56,7 @@ REPOSITORY = Path(__file__).parents[3]
 WITHOUT_DRAFTER = replace(SPECIAL, draft_token_ids=())
 """Special tokens of a model without a drafter."""
 LAYOUTS = (None, "single_forward", "two_forwards")
+# A case in which the two prompts stop within the tokens of a forward pass.
 STOPPED: dict[str, Any] = {
     "ends": frozenset(), "bias": -8.0, "options": {"num_drafts": 4, "forward_cost": 200}, "size": 2, "length": 17,
     "drawn_prompts": [Prompt(token_ids=(3, 4, 5), id="0"), Prompt(token_ids=(6,), id="1")], "temperature": 0.0,
@@ -194,6 +197,7 @@ class OracleWithWrongDrafts(OracleModel):
         text = oracle_text(None)
         super().__init__(text, traits=NEXT)
         self.right_from = right_from
+        # The next of the eleven ordinary tokens 3 to 13, in a circle, is never the right token.
         self.wrong = OracleModel(lambda place: 3 + (text(place) - 2) % 11, traits=NEXT)
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any, cache: Any = None) -> Tensor:
@@ -202,7 +206,9 @@ class OracleWithWrongDrafts(OracleModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         is_wrong = hidden[:, 1:] == 1
-        from_clean_tokens = hidden * torch.tensor([1, 0])  # the oracle's states say 1 for masks
+        from_clean_tokens = hidden * torch.tensor(
+            [1, 0]
+        )  # an oracle reads whether a mask drafts from the second number
         return torch.where(is_wrong, self.wrong.logits(from_clean_tokens), super().logits(from_clean_tokens))
 
 
@@ -247,11 +253,9 @@ def test_numbers_of_forward_passes_follow_from_arithmetic() -> None:
 def test_the_more_a_forward_pass_costs_the_more_masks_it_carries() -> None:
     """The user's ``forward_cost`` is the cost of a forward pass in positions."""
     requests, sampling = [Prompt(token_ids=(5, 6, 7), id="0")], SamplingParams(max_new_tokens=60)
-    cheap, expensive = (
-        decode(HashModel(5, end_bias=-60.0, traits=NEXT), SelfSpeculative(forward_cost=cost), requests, sampling).rows[
-            0
-        ]
-        for cost in (0.0, 10_000.0)
+    model = HashModel(5, end_bias=-60.0, traits=NEXT)
+    [cheap], [expensive] = (
+        decode(model, SelfSpeculative(forward_cost=cost), requests, sampling).rows for cost in (0.0, 10_000.0)
     )
     assert expensive.num_forwards <= cheap.num_forwards
     assert expensive.num_positions > cheap.num_positions
@@ -303,12 +307,13 @@ def test_sampled_tokens_follow_the_models_distribution(decoder: Decoder) -> None
     counts: dict[tuple[int, ...], int] = {}
     for row in rows:
         counts[tuple(row.token_ids)] = counts.get(tuple(row.token_ids), 0) + 1
-    statistic, degrees, expected = 0.0, -1, outcomes(model, (5, 6), sampling, slot_size)
-    for text, probability in expected.items():
-        statistic += (counts.get(text, 0) - number * probability) ** 2 / (number * probability)
-        degrees += 1
+    expected = outcomes(model, (5, 6), sampling, slot_size)
     assert set(counts) <= set(expected)
-    assert statistic < degrees + 4 * (2 * degrees) ** 0.5 + 6, "beyond four standard deviations"
+    # Pearson's statistic has this mean and standard deviation; 6 more, because it is skewed to the right.
+    statistic = sum((counts.get(text, 0) - number * p) ** 2 / (number * p) for text, p in expected.items())
+    mean = len(expected) - 1
+    standard_deviation = (2 * mean) ** 0.5
+    assert statistic < mean + 4 * standard_deviation + 6
 
 
 def outcomes(
@@ -333,10 +338,10 @@ def outcomes(
             mask = torch.ones(1, len(row), len(row), dtype=torch.bool).tril()
             hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], mask)
             logits = model.logits(hidden[0, -1:])[0]
-            logits[[0, MASK]] = -torch.inf
-            kept = logits[: model.special_tokens.vocab_size].topk(sampling.top_k or 99)
-            shares = (kept.values / sampling.temperature).softmax(-1)
-            for token, share in zip(kept.indices.tolist(), shares.tolist(), strict=True):
+            logits[[PAD, MASK]] = -torch.inf
+            top = logits[: model.special_tokens.vocab_size].topk(sampling.top_k or VOCAB)
+            shares = (top.values / sampling.temperature).softmax(-1)
+            for token, share in zip(top.indices.tolist(), shares.tolist(), strict=True):
                 longer[(*text, token)] = longer.get((*text, token), 0) + probability * share
         texts = longer
     return texts
@@ -362,6 +367,7 @@ def test_rejection_sampling_keeps_more_drafts_than_shared_noise_in_fewer_forward
 def test_rejection_sampling_keeps_all_drafts_of_equal_distributions(
     monkeypatch: pytest.MonkeyPatch, layout: Any, slot_size: int | None
 ) -> None:
+    """All logits of the model are replaced by the same row, without EOS."""
     same = torch.linspace(0, 3, VOCAB).index_fill(0, torch.tensor([EOS]), -60.0)
     monkeypatch.setattr(HashModel, "logits", lambda _, hidden: same.expand(*hidden.shape[:-1], -1).clone())
     watcher, model = LastState(), HashModel(traits=NEXT if slot_size is None else HYBRID)
@@ -418,10 +424,10 @@ def test_the_layout_is_the_one_that_takes_least_time(cost: float, acceptance: fl
         for name in ("two_forwards", "single_forward")
         for number in range(6)
     }
-    least = min(costs.values())
-    if least > 0.995 * costs["two_forwards", 0]:
-        assert num_drafts == 0, "drafts save less than 1 %"
-    elif least < 0.98 * costs["two_forwards", 0]:
+    least, without_drafts = min(costs.values()), costs["two_forwards", 0]
+    if least > 0.995 * without_drafts:
+        assert num_drafts == 0, "drafts save less than 1 %, the least for which the decoder drafts"
+    elif least < 0.98 * without_drafts:
         assert costs[layout, num_drafts] <= 1.02 * least
 
 
@@ -462,7 +468,7 @@ def test_accepted_drafts_keep_a_row_drafting_in_a_larger_batch() -> None:
 
 
 def test_steps_without_drafts_run_the_code_of_autoregressive() -> None:
-    """So they cost what ``Autoregressive`` costs."""
+    """With the code of ``Autoregressive``, the steps cost no more than its steps."""
     model, sampling = HashModel(5, traits=NEXT), SamplingParams(max_new_tokens=20)
     state = SelfSpeculative().begin(Prompt(token_ids=(5, 6, 7), id="0"), sampling, model.special_tokens)
     for num_rows, is_plain in [(1, False), (16, True)]:
@@ -479,9 +485,11 @@ def test_drafts_that_are_always_wrong_cost_little() -> None:
 
 
 def test_drafting_is_tried_again_after_wrong_drafts() -> None:
-    # 100 tokens one by one; then, within one half-life, rounds of two forwards for seven tokens.
-    num_forwards, _ = count_forwards(None, 400, right_from=102)
-    assert num_forwards < 100 + 32 + 300 * 2 / (len(DRAFTS) + 2) + 6
+    """The drafts of the last 300 of 400 tokens are right."""
+    num_forwards, _ = count_forwards(None, 400, right_from=2 + 100)
+    one_by_one = 100 + 32  # the acceptance rate has a half-life of 32 tokens
+    in_rounds = 300 * 2 / (len(DRAFTS) + 2)  # two forward passes commit all drafts and two more tokens
+    assert num_forwards < one_by_one + in_rounds + 6  # six more, to try drafts in between
 
 
 @pytest.mark.parametrize("name", ["default_epyc", "default_slow"])
@@ -500,16 +508,13 @@ def test_forward_passes_with_masks_cost_at_most_what_the_rule_counts(name: str) 
 
 
 def test_a_busy_machine_changes_neither_text_nor_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two decodes, in each of which every look at a clock finds another random time."""
     outcomes = []
     for seed in range(2):
-        rng, now = random.Random(seed), [0.0]
-
-        def tick(rng: random.Random = rng, now: list[float] = now) -> float:
-            now[0] += rng.expovariate(1.0)
-            return now[0]
-
+        rng = random.Random(seed)
+        times = accumulate(rng.expovariate(1.0) for _ in count())
         for name in ("perf_counter", "monotonic", "process_time", "time"):
-            monkeypatch.setattr(time, name, tick)
+            monkeypatch.setattr(time, name, times.__next__)
         model = HashModel(5, end_bias=-60.0, traits=NEXT)
         prompts = [Prompt(token_ids=(5, 6, number), id=str(number)) for number in range(3)]
         output = decode(model, SelfSpeculative(), prompts, SamplingParams(max_new_tokens=60), batch_size=2)
