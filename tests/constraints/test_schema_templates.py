@@ -38,21 +38,22 @@ DECODERS = [
 
 
 @pytest.mark.parametrize(
-    ("schema", "values"),
+    ("low", "high", "inside", "outside"),
     [
-        ({"minimum": 0, "maximum": 1}, ["0", "0.5", "0.99", "1"]),
-        ({"minimum": 0}, ["0.25", "12.5"]),
-        ({"minimum": -2, "maximum": 0}, ["-0.5", "-1.99", "-2", "0"]),
-        ({"minimum": -3, "maximum": -1}, ["-1.5", "-2.75"]),
-        ({}, ["-0.5", "0.5", "-99.99"]),
+        (0, 1, ["0", "0.5", "0.99", "1"], ["-0.5", "1.5"]),
+        (0, 1000, ["0.25", "12.5"], ["-0.5", "1000.5"]),
+        (-2, 0, ["-0.5", "-1.99", "-2", "0"], ["-2.5", "0.5"]),
+        (-3, -1, ["-1.5", "-2.75"], ["-3.5", "-0.5"]),
+        (-1000, 1000, ["-0.5", "0.5", "-99.99"], ["-1000.5", "1000.5"]),
     ],
 )
-def test_numbers_have_all_decimals_within_their_bounds(schema: dict[str, Any], values: list[str]) -> None:
-    low, high = (schema.get(name, bound) for name, bound in (("minimum", -1000), ("maximum", 1000)))
+def test_numbers_have_all_decimals_within_their_bounds(
+    low: int, high: int, inside: list[str], outside: list[str]
+) -> None:
     shapes = [*schema_templates._numbers(low, high), *schema_templates._decimals(low, high)]
-    for value in values:
+    for value in inside:
         assert any(fits(shape, value) for shape in shapes), value
-    for value in (f"{low}.5" if low < 0 else f"-{low}.5", f"{high}.5" if high >= 0 else f"-{-high - 1}.5"):
+    for value in outside:
         assert not any(fits(shape, value) for shape in shapes), value
 
 
@@ -154,7 +155,10 @@ def generate_checked(
 
 
 def is_impossible(schema: dict[str, Any]) -> bool:
-    """Whether bounds of a value leave nothing that a template has: integers, and tokens of a quarter of a string."""
+    """Return whether the bounds of a value leave nothing that a template can write.
+
+    Templates write integers, and strings in tokens that may have a quarter of the longest string's characters each.
+    """
     kinds = schema.get("type", [])
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if {"integer", "number"} & {*kinds}:
@@ -242,7 +246,7 @@ def test_optional_properties_and_items_may_be_left_out_or_not(model: TextModel) 
     names: set[tuple[str, ...]] = set()
     lengths: set[int] = set()
     for seed in range(80):
-        for required in (["c"], ["b", "c"], ["a", "c"]):
+        for required in (["c"], ["b", "c"], ["a", "c"]):  # which properties may be left out differs
             schema = {"type": "object", "properties": properties, "required": required}
             value = fill(model, schema, seed)
             names.add((*value,))
@@ -257,7 +261,7 @@ def test_optional_properties_and_items_may_be_left_out_or_not(model: TextModel) 
 
 
 def test_a_tokenizer_that_puts_a_space_before_texts_keeps_schemas(tmp_path: Path) -> None:
-    """As RoBERTa's byte-level tokenizer does (``add_prefix_space``)."""
+    """RoBERTa's byte-level tokenizer is of this kind (``add_prefix_space``)."""
     folder = make_model("gpt2", tmp_path)
     path = folder / "tokenizer.json"
     values = json.loads(path.read_text())

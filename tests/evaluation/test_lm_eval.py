@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -63,6 +64,7 @@ def _sums(data: dict[str, object], name: str = "sums", **options: object) -> dic
 
 
 def _answers(results: dict[str, Any], name: str = "sums") -> list[str]:
+    """Return the answers of a task in the order of its questions."""
     samples = sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
     return [sample["resps"][0][0] for sample in samples]
 
@@ -105,22 +107,20 @@ def test_the_harness_own_model_finds_the_same_likelihoods_in_an_export(tmp_path:
 
 def test_no_more_tokens_than_asked_for(adapter: RefusionLitModel, data: dict[str, object]) -> None:
     results = evaluate(adapter, [_sums(data, max_gen_toks=9, until=[])])
-    assert results["throughput"]["sums"]["num_tokens"] == 27
+    assert results["throughput"]["sums"]["num_tokens"] == 3 * 9
     assert [len(text) for text in _answers(results)] == [9, 9, 9]
 
 
 def test_a_larger_batch_takes_fewer_calls_and_changes_no_answer(data: dict[str, object]) -> None:
-    output, calls = {}, {}
+    answers, num_calls = {}, Counter()
     for batch_size in (1, 3):
         model = refusion_lit.load(MODEL)
-        seen: list[int] = []
-        inner = model.backbone.model.get_decoder()
-        inner.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        body = model.backbone.model.get_decoder()
+        body.register_forward_hook(lambda *_, size=batch_size: num_calls.update([size]))
         adapter = RefusionLitModel(model, decoder=ReFusion(slot_size=4), batch_size=batch_size)
-        output[batch_size] = _answers(evaluate(adapter, [_sums(data, do_sample=True, temperature=2.0)]))
-        calls[batch_size] = len(seen)
-    assert output[1] == output[3]
-    assert 0 < calls[3] < calls[1]
+        answers[batch_size] = _answers(evaluate(adapter, [_sums(data, do_sample=True, temperature=2.0)]))
+    assert answers[1] == answers[3]
+    assert 0 < num_calls[3] < num_calls[1]
 
 
 def test_multiple_choice_with_the_harness(adapter: RefusionLitModel, data: dict[str, object]) -> None:
@@ -214,7 +214,7 @@ def test_generation_options_are_honoured_or_refused(adapter: RefusionLitModel, m
         ask(temperature="hot")
 
 
-def test_bad_options(adapter: RefusionLitModel) -> None:
+def test_unknown_likelihoods_and_empty_batches_are_refused(adapter: RefusionLitModel) -> None:
     with pytest.raises(ValueError, match="likelihood: expected one of"):
         RefusionLitModel(adapter.model, likelihood="exact")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch_size"):
@@ -250,7 +250,7 @@ def test_estimates_that_a_model_cannot_give_are_refused() -> None:
         check_likelihood(backbone, "monte_carlo_masked", allow_mismatch=True)
 
 
-def test_texts_beyond_the_context_are_refused_before_any_is_scored(
+def test_texts_beyond_the_context_are_refused_before_scoring_starts(
     adapter: RefusionLitModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored: list[object] = []
@@ -272,14 +272,21 @@ def test_rolling_windows_score_all_tokens_once(
     adapter: RefusionLitModel, monkeypatch: pytest.MonkeyPatch, estimate: Any
 ) -> None:
     windows: list[tuple[list[int], list[int]]] = []
-    monkeypatch.setattr(adapter, "_loglikelihood", lambda *pair: (windows.append(pair), (-1.0, True))[1])
+
+    def record(context: list[int], text: list[int]) -> tuple[float, bool]:
+        windows.append((context, text))
+        return -1.0, True
+
+    monkeypatch.setattr(adapter, "_loglikelihood", record)
     adapter.likelihood = estimate
-    text = "12+34=46;" * 130
+    text = "12+34=46;" * 130  # 1170 tokens; the context has 512
     assert adapter.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)]) == [-float(len(windows))]
     assert [token for _, scored in windows for token in scored] == encode_text(adapter.model.tokenizer, text)
     assert all(known for known, _ in windows)
-    read = [len(known) + len(scored) - (estimate == "autoregressive") for known, scored in windows]
-    assert read == [512] * len(windows), "also the last window fills the context"
+    # The last token is predicted from the tokens before it, so next-token models do not read it.
+    num_unread = 1 if estimate == "autoregressive" else 0
+    num_read = [len(known) + len(scored) - num_unread for known, scored in windows]
+    assert num_read == [512] * len(windows), "also the last window fills the context"
 
 
 def test_a_length_that_the_decoder_cannot_have_is_refused_before_any_decoding(
@@ -367,7 +374,10 @@ def test_tasks_whose_data_cannot_be_fetched_are_named(
 def test_a_published_protocol_comes_from_a_folder_of_task_files(
     data: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Description, instruction, stop string, and an answer cut out of delimiters, on a model in LLaDA's layout."""
+    """The protocol has a description, an instruction, a stop string, and delimiters around the answer.
+
+    The model is in LLaDA's layout.
+    """
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
     source = MODELS["llada-tiny"]
     task = {**_sums(data, "protocol", until=[","], max_gen_toks=24), "description": "1+1=2; ",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,8 @@ def test_every_canvas_equals_transformers(
         assert [step.canvas_before for step in DRAWS[str(i)].steps] == canvases
         end = text.index(1) + 1 if 1 in text else len(text)
         assert row.token_ids == text[:end]
-        assert row.num_forwards == len(canvases) + -(-end // canvas_length)
+        num_stored = ceil(end / canvas_length)  # a forward pass stores the text before every canvas
+        assert row.num_forwards == len(canvases) + num_stored
 
 
 def test_a_batch_and_shared_prefixes_change_nothing() -> None:
@@ -267,7 +269,7 @@ def test_the_loss_is_the_cross_entropy_of_transformers_logits() -> None:
             end = prompts[row] + responses[row]
             start = prompts[row] + 5 * blocks[row]
             clean = [int(text[row, place]) if place < end else 0 for place in range(start, start + 5)]  # 0: padding
-            ratio = (1 - 1e-4) * float(t[row]) + 1e-4
+            ratio = (1 - 1e-4) * float(t[row]) + 1e-4  # the objective's smallest ratio is 1e-4
             canvas = [int(random[row, i]) if float(uniform[row, i]) < ratio else token for i, token in enumerate(clean)]
             inputs = {"input_ids": text[row : row + 1, :start], "decoder_input_ids": torch.tensor([canvas])}
             logits = theirs(**inputs).logits
@@ -275,7 +277,7 @@ def test_the_loss_is_the_cross_entropy_of_transformers_logits() -> None:
                 logits = theirs(**inputs, self_conditioning_logits=logits).logits
             diffusion += torch.nn.functional.cross_entropy(logits[0], torch.tensor(clean), reduction="none").tolist()
             encoded = theirs.model.encoder(input_ids=text[row : row + 1, :end]).last_hidden_state
-            logits = 5 * torch.tanh(theirs.lm_head(encoded)[0] / 5)
+            logits = 5 * torch.tanh(theirs.lm_head(encoded)[0] / 5)  # final_logit_softcapping is 5
             targets = range(prompts[row], end)
             ar += [-float(logits[place - 1].log_softmax(-1)[text[row, place]]) for place in targets]
     expected = sum(diffusion) / len(diffusion), sum(ar) / len(ar)

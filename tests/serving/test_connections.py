@@ -73,13 +73,16 @@ def get_health(url: str) -> int:
         return error.code
 
 
-@pytest.mark.parametrize("most", [20, 1000])
-def test_300_slow_connections_keep_nobody_out(model: TextModel, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(app, "MAX_CONNECTIONS", most)
+@pytest.mark.parametrize("max_connections", [20, 1000])
+def test_300_slow_connections_keep_nobody_out(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch, max_connections: int
+) -> None:
+    """Beyond the limit, new connections take the place of slow ones. A slow connection is closed after a time, too."""
+    monkeypatch.setattr(app, "MAX_CONNECTIONS", max_connections)
     with serving(model, key="secret", max_seconds=2.0) as server, contextlib.ExitStack() as stack:
         slow_ones = [stack.enter_context(raw(server, PARTS[i % len(PARTS)])) for i in range(300)]
         assert get_health(address(server)) == 200
-        assert len(server.server_state.connections) <= most + 1
+        assert len(server.server_state.connections) <= max_connections + 1
         with raw(server, HEAD.replace("POST /v1/completions", "GET /v1/models") + "Connection: close\n\n") as another:
             assert get_error(read(another))[0] == 401
         wait_for(lambda: not server.server_state.connections, 10)
@@ -87,9 +90,10 @@ def test_300_slow_connections_keep_nobody_out(model: TextModel, monkeypatch: pyt
         assert get_health(address(server)) == 200
     errors = [get_error(answer) for answer in answers if b" 401 " not in answer]
     assert {status for status, _ in errors} <= {408, 503}
-    late = sum(status == 408 for status, _ in errors)
-    assert late <= most
-    assert sum(status == 503 for status, _ in errors) == 0 or most == 20
+    statuses = [status for status, _ in errors]
+    assert statuses.count(408) <= max_connections
+    if max_connections > 300:
+        assert statuses.count(503) == 0
     assert all("within 2 s" in message for status, message in errors if status == 408)
 
 
@@ -107,7 +111,7 @@ def test_bytes_that_trickle_in_do_not_prolong_the_limit(model: TextModel) -> Non
 
 
 def test_a_server_that_stands_still_does_not_blame_its_clients(model: TextModel) -> None:
-    """The time in which a process is suspended, or a machine overloaded, is no client's."""
+    """The time in which a process is suspended or a machine overloaded does not count for a client's time limit."""
     with (
         serving(model, max_seconds=3.0) as server,
         raw(server, "GET /health HTTP/1.1\nHost: localhost\n") as connection,

@@ -90,10 +90,8 @@ def stream_pieces(server: Server, text: str, **options: Any) -> list[str]:
 
 def decode_alone(model: TextModel, decoder: Decoder, text: str, max_new_tokens: int) -> str:
     """Return the text that the model gives without a server."""
-    prompt, sampling = (
-        Prompt(token_ids=tuple(model.encode(text)), id="0"),
-        SamplingParams(max_new_tokens=max_new_tokens),
-    )
+    prompt = Prompt(token_ids=tuple(model.encode(text)), id="0")
+    sampling = SamplingParams(max_new_tokens=max_new_tokens)
     return model.decode([prompt], decoder, sampling, allow_mismatch=True).rows[0].text
 
 

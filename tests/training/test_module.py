@@ -41,7 +41,7 @@ from refusion_lit.utils.files import acquire_lock, release_lock
 from support.tiny import TINY_QWEN
 
 
-def _parts(**options: object) -> tuple[SlotDiffusionModule, InstructionDataModule]:
+def _make_module(**options: object) -> tuple[SlotDiffusionModule, InstructionDataModule]:
     """Return a tiny module with the objective ``Hybrid``, and its data; ``options`` are the module's."""
     data = InstructionDataModule(Additions(num_train=64, num_validation=16, num_test=8), CharacterTokenizer(), 8, 8)
     module = SlotDiffusionModule(
@@ -70,7 +70,7 @@ def test_norms_and_biases_get_no_weight_decay() -> None:
 
 
 def test_an_attention_pattern_that_the_objective_replaces_is_refused(tmp_path: Path) -> None:
-    module, data = _parts()
+    module, data = _make_module()
     module.backbone_config = BackboneConfig(config=TINY_QWEN, attention="bidirectional")
     with pytest.raises(ValueError, match=r"^model\.backbone\.attention: expected .*causal, .*Hybrid"):
         _trainer(tmp_path).fit(module, data)
@@ -165,6 +165,7 @@ def test_warm_up_then_cosine() -> None:
         optimizer.step()
         schedule.step()
     assert rates[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    # Step 14 is half-way between the end of the warm-up at step 4 and the end at step 24.
     assert rates[14] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
     assert rates[24:] == pytest.approx([0.2, 0.2])
     assert all(a >= b for a, b in pairwise(rates[4:]))
@@ -190,7 +191,7 @@ def test_a_mask_token_that_means_something_else_is_refused_where_masks_are_train
 def test_two_runs_with_the_same_seed_are_equal_bit_for_bit(tmp_path: Path) -> None:
     weights = []
     for seed in (0, 0, 1):
-        module, data = _parts(seed=seed)
+        module, data = _make_module(seed=seed)
         torch.manual_seed(torch.randint(1000, ()).item())  # the global generator must not matter
         _trainer(tmp_path).fit(module, data)
         weights.append({name: value.clone() for name, value in module.model.state_dict().items()})
@@ -199,7 +200,7 @@ def test_two_runs_with_the_same_seed_are_equal_bit_for_bit(tmp_path: Path) -> No
 
 
 def test_training_lowers_the_validation_loss_and_validation_is_repeatable(tmp_path: Path) -> None:
-    module, data = _parts(
+    module, data = _make_module(
         schedule=WarmupCosine(warmup_steps=1), optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2)
     )
     trainer = _trainer(tmp_path, max_steps=30)
@@ -225,14 +226,14 @@ def test_a_training_without_validation_needs_no_samples_for_it(tmp_path: Path) -
 def test_validation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
     losses = []
     for size in (3, 16):
-        module, data = _parts()
+        module, data = _make_module()
         data.eval_batch_size = size
         losses.append(_trainer(tmp_path).validate(module, data, verbose=False)[0])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_fit_stores_the_objectives_traits_in_the_model_and_warns_of_decoders_that_do_not_fit(tmp_path: Path) -> None:
-    module, data = _parts(decoders={"refusion": ReFusion()})
+    module, data = _make_module(decoders={"refusion": ReFusion()})
     assert module.text_model().backbone.traits.predictions is None
     _trainer(tmp_path, max_steps=1).fit(module, data)
     assert module.model.traits == Hybrid().traits
@@ -258,7 +259,7 @@ def test_fit_stores_the_objectives_traits_in_the_model_and_warns_of_decoders_tha
 def test_a_canvas_longer_than_any_that_is_trained_gets_a_warning(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, objective: Objective, canvas: int, is_warned: bool
 ) -> None:
-    module, data = _parts(sampling=SamplingParams(max_new_tokens=canvas))
+    module, data = _make_module(sampling=SamplingParams(max_new_tokens=canvas))
     module.objective = objective
     assert 24 < (data.longest_response() or 0) < 64
     with warnings.catch_warnings():
@@ -269,13 +270,13 @@ def test_a_canvas_longer_than_any_that_is_trained_gets_a_warning(
 
 def test_impossible_decoder_settings_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match="num_serial_blocks: expected at most 2"):
-        _parts(decoders={"a": ReFusion(num_serial_blocks=3)}, sampling=SamplingParams(max_new_tokens=16))
+        _make_module(decoders={"a": ReFusion(num_serial_blocks=3)}, sampling=SamplingParams(max_new_tokens=16))
 
 
 @pytest.mark.parametrize("name", ["threshold_0.9", "a/b", ""])
 def test_a_decoder_name_that_cannot_be_a_file_is_refused_at_once(name: str) -> None:
     with pytest.raises(ValueError, match="decoders: expected names of letters"):
-        _parts(decoders={name: ReFusion()}, sampling=SamplingParams(max_new_tokens=16))
+        _make_module(decoders={name: ReFusion()}, sampling=SamplingParams(max_new_tokens=16))
 
 
 @pytest.mark.parametrize("objective", [Hybrid(slot_sizes=(4,)), BlockMasked(block_size=4)])
@@ -283,7 +284,7 @@ def test_positions_are_counted_over_a_resumed_run(tmp_path: Path, objective: Obj
     from lightning.pytorch.loggers import CSVLogger
 
     def count_steps(num_steps: int, checkpoint: str | None = None) -> tuple[list[float], int]:
-        module, data = _parts()
+        module, data = _make_module()
         module.objective = objective
         computed: list[int] = []
         module.configure_model()
@@ -311,23 +312,27 @@ EVERY_OBJECTIVE = [Hybrid(slot_sizes=(4,)), Autoregressive(), Masked(cart_p=0.3)
 @pytest.mark.parametrize("objective", EVERY_OBJECTIVE, ids=lambda objective: type(objective).__name__)
 def test_training_in_bf16_is_training_in_float32_but_for_rounding(tmp_path: Path, objective: Objective) -> None:
     class Watch(L.Callback):
+        def __init__(self) -> None:
+            self.steps: list[dict[str, float]] = []
+
         def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
-            seen.append({name: float(value) for name, value in trainer.callback_metrics.items() if "train/" in name})
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            self.steps.append({name: value for name, value in metrics.items() if "train/" in name})
 
     runs = []
     for precision in ("32-true", "bf16-true", "bf16-mixed"):
-        seen: list[dict[str, float]] = []
-        module, data = _parts(
+        watch = Watch()
+        module, data = _make_module(
             optimizer=lambda groups: torch.optim.SGD(groups, lr=0.2),
             schedule=WarmupCosine(warmup_steps=0),
             sampling=SamplingParams(max_new_tokens=16),
         )
         module.objective = objective
         options = {"precision": precision, "max_steps": 4, "log_every_n_steps": 1, "limit_val_batches": 0}
-        _trainer(tmp_path, **options, callbacks=[Watch()]).fit(module, data)
-        kept = torch.bfloat16 if precision == "bf16-true" else torch.float32
-        assert {p.dtype for p in module.model.parameters()} == {kept}
-        runs.append(seen)
+        _trainer(tmp_path, **options, callbacks=[watch]).fit(module, data)
+        expected_type = torch.bfloat16 if precision == "bf16-true" else torch.float32
+        assert {p.dtype for p in module.model.parameters()} == {expected_type}
+        runs.append(watch.steps)
     for run in runs[1:]:
         for step, expected in zip(run, runs[0], strict=True):
             assert step["train/loss"] == pytest.approx(expected["train/loss"], rel=0.02)
@@ -339,7 +344,7 @@ def test_training_in_bf16_is_training_in_float32_but_for_rounding(tmp_path: Path
 def test_gradient_checkpointing_trains_the_same_weights(tmp_path: Path) -> None:
     weights = []
     for checkpointing in (False, True):
-        module, data = _parts()
+        module, data = _make_module()
         module.backbone_config = replace(module.backbone_config, gradient_checkpointing=checkpointing)
         built = module.backbone_config.build(data.built_tokenizer)
         assert built.make_fused_body() is not None, "what roll-outs and tests decode with"
@@ -352,36 +357,38 @@ def test_gradient_checkpointing_trains_the_same_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["on_test_start", "on_test_batch_start"])
 def test_a_test_that_is_interrupted_resumes_in_the_same_process(tmp_path: Path, when: str) -> None:
-    """As in a notebook, which keeps the first module: its predictions files are free again."""
+    """The first module still exists, as in a notebook, but its predictions files are free again.
+
+    The first test is interrupted either at its start, because the second decoder's file is in use, or in its second
+    batch.
+    """
 
     class Interrupted(L.Callback):
-        def on_test_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: object) -> None:
-            if when == "on_test_batch_start" and args[1] == 1:
+        def on_test_batch_start(
+            self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int, *_: object
+        ) -> None:
+            if batch_idx == 1:
                 raise RuntimeError("interrupted")
 
     data = InstructionDataModule(Additions(num_train=4, num_validation=4, num_test=4), CharacterTokenizer(), 2, 2)
-    options = {"decoders": {"a": ReFusion(), "b": ReFusion(slot_size=4)}, "sampling": SamplingParams(max_new_tokens=8)}
-    modules = []
-    for resume in (False, True):
-        module = SlotDiffusionModule(
+
+    def make(*, resume: bool) -> SlotDiffusionModule:
+        return SlotDiffusionModule(
             BackboneConfig(config=TINY_QWEN), data.built_tokenizer, resume=resume,
-            decoding=EvaluationOptions(allow_mismatch=True), **options,
+            decoders={"a": ReFusion(), "b": ReFusion(slot_size=4)}, sampling=SamplingParams(max_new_tokens=8),
+            decoding=EvaluationOptions(allow_mismatch=True),
         )  # fmt: skip
-        modules.append(module)
-        trainer = L.Trainer(
-            accelerator="cpu", logger=False, default_root_dir=tmp_path, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, callbacks=[] if resume else [Interrupted()],
-        )  # fmt: skip
-        other = None
-        if when == "on_test_start" and not resume:  # the second decoder's file is in use
-            other = acquire_lock(tmp_path / ".predictions_b.jsonl.lock", "run_version", "other", "wait")
-        if resume:
-            trainer.test(module, data)
-        else:
-            with pytest.raises((RuntimeError, ValueError), match=r"interrupted|other"):
-                trainer.test(module, data)
-        if other is not None:
-            release_lock(other)
+
+    first = make(resume=False)
+    if when == "on_test_start":
+        lock = acquire_lock(tmp_path / ".predictions_b.jsonl.lock", "run_version", "other", "wait")
+        with pytest.raises(ValueError, match="other"):
+            _trainer(tmp_path).test(first, data)
+        release_lock(lock)
+    else:
+        with pytest.raises(RuntimeError, match="interrupted"):
+            _trainer(tmp_path, callbacks=[Interrupted()]).test(first, data)
+    _trainer(tmp_path).test(make(resume=True), data)
     assert len((tmp_path / "predictions_b.jsonl").read_text().splitlines()) == 4
 
 

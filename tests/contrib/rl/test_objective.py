@@ -66,6 +66,7 @@ def test_the_first_update_has_ratio_one_and_the_value_of_the_advantages(unit: st
     objective = GroupPolicy(likelihood=LeftToRight(slot_size=2), unit=unit, max_new_tokens=20)
     loss = compute_loss(model, objective, corrupt_texts(model, objective))
     means = loss.named_means()
+    # The sum over the tokens of an answer is divided by the budget of 20 tokens; a sequence counts as a whole.
     weights = torch.tensor([len(text) if unit == "token" else 20 for text in TEXTS]).double() / 20
     assert float(means["policy"]) == pytest.approx(-float((weights * ADVANTAGES).mean()), abs=1e-12)
     assert float(means["clipped_low"]) == float(means["clipped_high"]) == 0
@@ -77,7 +78,7 @@ def test_the_first_update_has_ratio_one_and_the_value_of_the_advantages(unit: st
 
 @pytest.mark.parametrize("unit", ["token", "sequence"])
 def test_clipping_acts_past_its_bounds_alone(unit: str) -> None:
-    """The bounds are 0.8 and 1.3. Past them the ratio has no gradient: above with positive advantages, else below."""
+    """The ratio has no gradient above 1.3 if the advantage is positive, and below 0.8 if it is negative."""
     model = make_hybrid()
     objective = GroupPolicy(likelihood=LeftToRight(slot_size=2), unit=unit, clip_low=0.2, clip_high=0.3)
     corrupted = corrupt_texts(model, objective)
@@ -287,11 +288,13 @@ def test_trajectories_are_drawn_as_often_as_their_likelihood_says(thresholds: tu
     recorder = TrajectoryRecorder(decoder)
     sampling = SamplingParams(max_new_tokens=4, temperature=1.0, seed=11)
     rows = decode(model, decoder, prompts, sampling, batch_size=size, callbacks=[recorder], trace=True).rows
-    by_draws = {}
+    by_draws: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for index in range(size):
         trajectory = recorder.trajectories[index]
-        is_drafted = np.isin(trajectory.draws[:, 0], [i for i, p in enumerate(trajectory.phases, 1) if p == "plan"])
-        by_draws.setdefault(tuple(map(tuple, trajectory.draws[is_drafted].tolist())), []).append(index)
+        plans = [number for number, phase in enumerate(trajectory.phases, 1) if phase == "plan"]
+        is_drafted = np.isin(trajectory.draws[:, 0], plans)  # the first column is the number of the forward pass
+        draws = tuple(map(tuple, trajectory.draws[is_drafted].tolist()))
+        by_draws.setdefault(draws, []).append(index)
     firsts = [indices[0] for indices in by_draws.values()]
     batch = make_batch([rows[index].token_ids for index in firsts])
     batch = replace(batch, trajectories=[recorder.trajectories[index] for index in firsts])
@@ -326,7 +329,7 @@ def test_leave_one_out_and_scaled_advantages_are_parallel() -> None:
 
 
 def test_the_expected_gradient_of_k2_is_the_gradient_of_the_divergence() -> None:
-    """So the penalty ``kl_weight`` moves the policy towards the reference model."""
+    """The penalty ``kl_weight`` therefore moves the policy towards the reference model."""
     likelihood = NextToken()
     model = shrink_vocabulary(tiny_backbone(likelihood.traits), 2)  # three tokens may be drawn
     objective = GroupPolicy(likelihood=likelihood, kl_weight=1.0, unit="sequence")
@@ -357,8 +360,9 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def test_expected_gradients_of_the_estimates_of_a_divergence() -> None:
-    """For draws of the policy, k1 has the expected gradient zero, k2 the gradient of KL(policy, reference), and k3 the
-    gradient of KL(reference, policy).
+    """The expectations are over draws of the policy.
+
+    k1 has the expected gradient zero, k2 the gradient of KL(policy, reference), and k3 that of KL(reference, policy).
     """
     logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
     log_policy, reference = logits.log_softmax(0), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()

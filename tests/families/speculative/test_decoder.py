@@ -206,9 +206,8 @@ class OracleWithWrongDrafts(OracleModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         is_wrong = hidden[:, 1:] == 1
-        from_clean_tokens = hidden * torch.tensor(
-            [1, 0]
-        )  # an oracle reads whether a mask drafts from the second number
+        # The second number of an oracle's state says whether a mask drafts; here all tokens predict like clean tokens.
+        from_clean_tokens = hidden * torch.tensor([1, 0])
         return torch.where(is_wrong, self.wrong.logits(from_clean_tokens), super().logits(from_clean_tokens))
 
 
