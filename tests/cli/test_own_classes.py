@@ -24,13 +24,14 @@ from refusion_lit.tasks import Additions, Example, Task
 from refusion_lit.tasks.base import Split, score_response
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
+TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 EXAMPLE = Example(id="e7", query="1+2>", response="3;")
 
 
 @dataclass(frozen=True)
 class Own(Task):
-    """Returns what it is given."""
+    """A task that returns given examples and a given score."""
 
     given: Any = (EXAMPLE,)
     value: Any = 1.0
@@ -45,13 +46,13 @@ class Own(Task):
 
 
 @pytest.mark.parametrize("value", [5.0, -0.1, float("nan"), "1", [1.0], 1j])
-def test_a_score_that_is_none_is_refused(value: Any) -> None:
+def test_a_score_that_is_no_number_from_0_to_1_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r"^Own\.score: expected a number from 0 to 1, or None, got .*example 'e7'"):
         score_response(Own(value=value), EXAMPLE, "3;")
 
 
 @pytest.mark.parametrize("value", [0, 1, 0.5, True, None])
-def test_other_scores_are_taken(value: Any) -> None:
+def test_numbers_from_0_to_1_and_none_are_taken_as_scores(value: Any) -> None:
     assert score_response(Own(value=value), EXAMPLE, "3;") == (value, {})
 
 
@@ -87,14 +88,14 @@ def test_names_of_metrics_are_names_of_no_figure(names: Any) -> None:
 def test_further_metrics_reach_table_results_predictions_report_and_score(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def several(self: Additions, example: Example, response: str) -> dict[str, float]:
-        del self, example
+    """The task of a test counts digits; then ``score`` rates its predictions by another task."""
+
+    def count_digits(self: Additions, example: Example, response: str) -> dict[str, float]:
         return {"score": 1.0, "num_digits": float(sum(map(str.isdigit, response)))}
 
-    monkeypatch.setattr(Additions, "score", several)
+    monkeypatch.setattr(Additions, "score", count_digits)
     monkeypatch.setattr(Additions, "metrics", ("num_digits",))
-    options = [option for option in TINY if "trainer." not in option and "backbone" not in option]
-    command = ["test", "--config", QUICKSTART, *options, f"--ckpt_path={MODEL}", f"--runs_dir={tmp_path}"]
+    command = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={MODEL}", f"--runs_dir={tmp_path}"]
     assert main([*command, "--run_version=v"]) == 0
     run = tmp_path / "quickstart" / "v"
     lines = [json.loads(line) for line in (run / "predictions_refusion.jsonl").read_text().splitlines()]
@@ -111,11 +112,8 @@ def test_further_metrics_reach_table_results_predictions_report_and_score(
 
     monkeypatch.setattr(Additions, "score", lambda *_: {"score": 0.0, "num_digits": -1.0})
     capsys.readouterr()
-    task = [
-        "--task=Additions",
-        "--task.max_terms=3",
-        *(option.replace("data.", "") for option in options if "data.task" in option),
-    ]
+    options = [option.replace("data.", "") for option in TINY_TEST if "data.task" in option]
+    task = ["--task=Additions", "--task.max_terms=3", *options]
     assert main(["score", str(run / "predictions_refusion.jsonl"), *task]) == 0
     assert json.loads(capsys.readouterr().out)["num_digits"] == -1.0
     scored = (run / "predictions_refusion.scored.jsonl").read_text().splitlines()
@@ -145,7 +143,7 @@ def yield_example() -> Iterator[Example]:
         ([None], "'one of NoneType'"),
     ],
 )
-def test_examples_that_are_none_are_refused(given: Any, got: str) -> None:
+def test_objects_that_are_no_examples_are_refused(given: Any, got: str) -> None:
     with pytest.raises(ValueError, match=rf"^Own\.examples: expected a sequence of .* got {got}"):
         load_examples(Own(given=given), "test")
 
@@ -154,8 +152,7 @@ def test_a_tests_score_out_of_range_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Additions, "score", lambda *_: 5.0)
-    options = [option for option in TINY if "trainer." not in option and "backbone" not in option]
-    command = ["test", "--config", QUICKSTART, *options, f"--ckpt_path={MODEL}", f"--runs_dir={tmp_path}"]
+    command = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={MODEL}", f"--runs_dir={tmp_path}"]
     assert main(command) == 2
     assert "error: Additions.score: expected a number from 0 to 1, or None, got 5.0" in capsys.readouterr().err
 
@@ -181,7 +178,7 @@ def test_a_step_that_yields_nothing_is_named() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class YieldsOther(NoYield):
-    """Yields what is no request, or a forward without tokens."""
+    """Yields a text in place of a request, or a forward pass of given branches."""
 
     branches: tuple[Branch, ...] | None = None
 

@@ -24,10 +24,15 @@ from refusion_lit.sweeps.launchers import Slurm
 from refusion_lit.sweeps.points import plan
 from support.forks import start, wait
 
-TINY_OPTIONS = {name.removeprefix("--"): yaml.safe_load(value) for name, _, value in (o.partition("=") for o in TINY)}
+TINY_OPTIONS: dict[str, object] = {}
+"""``TINY`` as options of a sweep's file."""
+for option in TINY:
+    name, _, value = option.removeprefix("--").partition("=")
+    TINY_OPTIONS[name] = yaml.safe_load(value)
 
 
 def _write(folder: Path, **values: object) -> str:
+    """Write a sweep's file that is based on the quickstart; return its path."""
     file = folder / "sweep.yaml"
     file.write_text(yaml.safe_dump({"base": [QUICKSTART], **values}))
     return str(file)
@@ -72,10 +77,11 @@ def test_fit_then_test_with_a_point_that_fails(
     assert resolved["ckpt_path"] == str(folder / "fit" / "checkpoints" / "last.ckpt")
     assert bad["status"] == "failed"
     assert "no_such_strategy" in bad["error"]
+    # Starting again is refused; a sweep of other points may go on in the directory, and leaves these points there.
     assert main(arguments) == 2
     assert "add --resume" in capsys.readouterr().err
     changed = _write(tmp_path, subcommands=["test"], entries=[{"seed_everything": 1}])
-    monkeypatch.setattr("refusion_lit.sweeps.running._launch", lambda *_: None)  # what is run does not matter here
+    monkeypatch.setattr("refusion_lit.sweeps.running._launch", lambda *_: None)  # runs no point
     assert main(["sweep", "--config", changed, "--directory", str(tmp_path / "out"), "--resume"]) == 1
     assert "2 points of other options stay in" in " ".join(capsys.readouterr().err.split())
     assert (folder / "test" / "results.json").is_file()
@@ -178,15 +184,12 @@ def test_a_swept_component_keeps_options_that_are_written_before_it(option: str,
     resolve = make_resolver()
     for shared, swept in (({option: 0.5}, {}), ({}, {option: [0.5, 0.25]})):
         file = Path(_write(tmp_path, options=shared, grid={**swept, **grid}, launcher="Local"))
-        objectives = [
-            point.configs["test"]["model"]["objective"] for point in plan(read_sweep(file), tmp_path, resolve)
-        ]
-        actual = [
-            (objective["class_path"].rpartition(".")[2], objective["init_args"]["eps"]) for objective in objectives
-        ]
-        assert sorted(actual) == [
-            (name, eps) for name in ("Hybrid", "Masked") for eps in sorted(swept.get(option, [0.5]))
-        ]
+        actual = []
+        for point in plan(read_sweep(file), tmp_path, resolve):
+            objective = point.configs["test"]["model"]["objective"]
+            actual.append((objective["class_path"].rpartition(".")[2], objective["init_args"]["eps"]))
+        values = sorted(swept.get(option, [0.5]))
+        assert sorted(actual) == [(name, eps) for name in ("Hybrid", "Masked") for eps in values]
 
 
 def test_a_component_replaces_another_of_its_class_as_a_whole(tmp_path: Path) -> None:
@@ -198,7 +201,7 @@ def test_a_component_replaces_another_of_its_class_as_a_whole(tmp_path: Path) ->
     assert [(decoder["slot_size"], decoder["num_serial_blocks"]) for decoder in decoders] == [(4, 2), (4, None)]
 
 
-def test_a_swept_seed_goes_before_those_of_the_base(tmp_path: Path) -> None:
+def test_a_swept_seed_replaces_all_seeds_of_the_base(tmp_path: Path) -> None:
     """A run's own config names all options, and model.seed and data.seed would be the same in all points."""
     base = {**yaml.safe_load(Path(QUICKSTART).read_text()), "seed_everything": 0}
     base["model"]["seed"] = base["data"]["seed"] = 0
@@ -281,7 +284,7 @@ def test_a_sweep_killed_in_the_middle_resumes_to_the_results_of_an_undisturbed_o
     for pid in _find_processes(second / "log.txt"):
         os.killpg(os.getpgid(pid), signal.SIGKILL)
     assert wait(process) == -signal.SIGKILL
-    assert len(list(killed.glob("points/*/outcome.json"))) == 1  # the second point was not done
+    assert len(list(killed.glob("points/*/outcome.json"))) == 1  # of the first point alone
     assert not (killed / "results.csv").exists()
     assert main([*args, str(killed), "--resume"]) == 0
     assert _results(killed) == _results(whole)

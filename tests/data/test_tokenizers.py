@@ -117,18 +117,26 @@ def test_an_unknown_character_is_named(characters) -> None:
         encode_text(characters, "abz")
 
 
-def test_unknown_words_are_unk_in_prompts_and_refused_in_responses() -> None:
-    """Prompts have the tokens of transformers, with a warning; a response would train the model to write UNK."""
+@pytest.fixture
+def words() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of two words."""
     vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2, "cats": 3, "sleep": 4}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend: Any = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    words = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", mask_token="<mask>"
     )
+
+
+def test_unknown_words_are_refused_in_text(words: PreTrainedTokenizerFast) -> None:
     assert encode_text(words, "cats sleep") == [3, 4]
-    assert encode_prompt(words, "cats", "<unk> {query}") == [2, 3]  # a template that names it means it
     with pytest.raises(ValueError, match="no token for 'dogs'"):
         encode_text(words, "dogs sleep")
+
+
+def test_unknown_words_are_unk_in_prompts_with_one_warning(words: PreTrainedTokenizerFast) -> None:
+    """Prompts have the tokens that transformers gives."""
+    assert encode_prompt(words, "cats", "<unk> {query}") == [2, 3]  # a template that names UNK means the token
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for query in ("dogs", "dogs sleep", "cows </s>"):
@@ -136,6 +144,10 @@ def test_unknown_words_are_unk_in_prompts_and_refused_in_responses() -> None:
         assert encode_plain_prompt(words, "cats dogs sleep") == [3, 2, 4]
     assert len({str(warning.message) for warning in caught}) == 1
     assert "<unk>" in str(caught[0].message)
+
+
+def test_unknown_words_are_refused_in_responses_alone(words: PreTrainedTokenizerFast) -> None:
+    """A response with an unknown word would train the model to write UNK."""
     with pytest.warns(UserWarning, match="<unk>"):
         sample = encode_example(words, Example(id="7", query="dogs", response=" sleep"))
     assert [*sample.prompt_ids, *sample.response_ids] == [2, 4, 1]
@@ -189,8 +201,9 @@ def test_stored_files_have_all_chat_templates(bpe) -> None:
     tokenizer.chat_template = templates
     rebuilt = StoredTokenizer(files=tokenizer_files(tokenizer)).build(None)
     assert rebuilt.chat_template == templates
-    asked = [encode_prompt(rebuilt, "12", tools=tools) for tools in ((), [{"name": "add"}])]
-    assert asked == [encode_text(rebuilt, "12"), encode_text(rebuilt, "121")]
+    without_tools, with_a_tool = (encode_prompt(rebuilt, "12", tools=tools) for tools in ((), [{"name": "add"}]))
+    assert without_tools == encode_text(rebuilt, "12")
+    assert with_a_tool == encode_text(rebuilt, "12" + "1")  # the template writes the number of tools
 
 
 def test_a_directory_without_mask_token_gets_one(tmp_path, bpe) -> None:

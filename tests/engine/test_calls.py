@@ -184,12 +184,12 @@ class GivenLogits(HashModel):
         return torch.stack([input_ids, position_ids], -1)
 
 
-def read(table: Any, how: Draw, tokens: list[int], unconditional: list[int] | None = None, score: int = 5) -> Reading:
+def read(table: Any, draw: Draw, tokens: list[int], unconditional: list[int] | None = None, score: int = 5) -> Reading:
     """Return the reading of a branch on a model with given logits.
 
     Args:
         table: The logits of each token.
-        how: How tokens are drawn.
+        draw: How tokens are drawn.
         tokens: The branch's tokens, all of which are read.
         unconditional: Tokens of a second branch, whose logits are used for guidance.
         score: A token to score at the first place.
@@ -199,7 +199,7 @@ def read(table: Any, how: Draw, tokens: list[int], unconditional: list[int] | No
     if unconditional is not None:
         branch_list.append(Branch(tokens=unconditional, positions=places))
     executor = SingleCalls(GivenLogits(table), 1)
-    return executor.serve([(0, "0", Forward(phase="", branches=tuple(branch_list), draw=how, cached=False))])[0][0]
+    return executor.serve([(0, "0", Forward(phase="", branches=tuple(branch_list), draw=draw, cached=False))])[0][0]
 
 
 def make_random_table(rows: int = VOCAB, seed: int = 0) -> Tensor:
@@ -210,8 +210,8 @@ def make_random_table(rows: int = VOCAB, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("weight", [0.0, 0.5, 4.0])
 def test_guidance_weighs_two_branches(weight: float) -> None:
     table = make_random_table()
-    how = Draw(sampling=SamplingParams(), guidance=weight)
-    reading = read(table, how, [3, 4], [6, 7])
+    draw = Draw(sampling=SamplingParams(), guidance=weight)
+    reading = read(table, draw, [3, 4], [6, 7])
     for offset in range(2):
         conditional, unconditional = table[3 + offset], table[6 + offset]
         logits = unconditional + (weight + 1) * (conditional - unconditional)
@@ -230,13 +230,13 @@ def test_an_unknown_statistic_is_no_statistic() -> None:
 
 
 def test_guided_prompts_of_one_call_read_their_own_branches() -> None:
-    table, how = make_random_table(), Draw(sampling=SamplingParams(), guidance=1.5)
+    table, draw = make_random_table(), Draw(sampling=SamplingParams(), guidance=1.5)
 
     def guided_forward(tokens: list[int], others: list[int]) -> Forward:
         places = range(len(tokens))
         scored = tuple((offset, 5 + offset) for offset in places)
         first = Branch(tokens=tokens, positions=places, draft_at=places, score_at=scored)
-        return Forward(phase="", branches=(first, Branch(tokens=others, positions=places)), draw=how, cached=False)
+        return Forward(phase="", branches=(first, Branch(tokens=others, positions=places)), draw=draw, cached=False)
 
     forwards = [
         guided_forward([3, 4, 5], [6, 7, 8]),
@@ -252,7 +252,7 @@ def test_guided_prompts_of_one_call_read_their_own_branches() -> None:
 def test_forbidden_tokens_are_not_drawn_or_have_confidence_zero() -> None:
     """``forbidden`` tokens are not drawn. ``confidence_forbidden`` tokens are drawn with confidence 0."""
     table = make_random_table()
-    best = int(table[3].topk(VOCAB).indices[[int(i) not in (PAD, MASK) for i in table[3].topk(VOCAB).indices]][0])
+    best = max((token for token in range(VOCAB) if token not in (PAD, MASK)), key=lambda token: float(table[3, token]))
     plain = read(table, GREEDY, [3])
     assert plain.tokens == [best]
     assert plain.probabilities == pytest.approx([float(table[3].softmax(-1)[best])])
@@ -270,24 +270,23 @@ def test_forbidden_tokens_are_not_drawn_or_have_confidence_zero() -> None:
 @pytest.mark.parametrize(("confidence", "temperature"), [("tempered", 0.7), ("filtered", 1.0)])
 def test_statistics_describe_the_distribution_that_confidence_names(confidence: str, temperature: float) -> None:
     table = make_random_table()
-    how = Draw(sampling=SamplingParams(temperature=0.7, top_k=4), confidence=confidence)  # type: ignore[arg-type]
-    readings = {name: read(table, replace(how, statistic=name), [3, 4, 5]) for name in get_args(Statistic)}
+    draw = Draw(sampling=SamplingParams(temperature=0.7, top_k=4), confidence=confidence)  # type: ignore[arg-type]
+    readings = {name: read(table, replace(draw, statistic=name), [3, 4, 5]) for name in get_args(Statistic)}
     reading = readings["margin"]
     for offset, token in enumerate(reading.tokens):
         logits = table[3 + offset].clone() / temperature
         logits[[PAD, MASK]] = -math.inf
-        kept = logits.topk(4)
-        assert token in kept.indices
-        probability = kept.values.softmax(-1)
+        top_four = logits.topk(4)
+        assert token in top_four.indices
+        probability = top_four.values.softmax(-1)
         values = {name: reading.statistic[offset] for name, reading in readings.items()}
         assert values["margin"] == pytest.approx(float(probability[0] - probability[1]), abs=1e-8)
         assert values["negative_entropy"] == pytest.approx(float((probability * probability.log()).sum()), abs=1e-8)
-        assert values["probability"] == pytest.approx(float(probability[kept.indices == token]), abs=1e-8)
+        assert values["probability"] == pytest.approx(float(probability[top_four.indices == token]), abs=1e-8)
         whole = table[3 + offset].softmax(-1)
         assert reading.probabilities[offset] == pytest.approx(float(whole[token]))
-        assert values["entropy"] == pytest.approx(-float((whole * whole.log()).sum()), abs=1e-8), (
-            "of all ids, unfiltered"
-        )
+        entropy = -float((whole * whole.log()).sum())  # of all ids, unlike the other statistics
+        assert values["entropy"] == pytest.approx(entropy, abs=1e-8)
 
 
 def test_low_precision_logits_give_float32_probabilities() -> None:
@@ -303,17 +302,18 @@ def test_low_precision_logits_give_float32_probabilities() -> None:
 def test_broken_logits_give_an_allowed_token_and_a_probability(
     dtype: torch.dtype, temperature: float, guidance: float | None
 ) -> None:
+    """The tokens 3 to 9 have logits with numbers that no softmax can use. The head has two rows without a token."""
     nan, inf = math.nan, math.inf
     table = torch.zeros(VOCAB, VOCAB + 2, dtype=dtype)
     table[3] = nan
     table[4] = -inf
     table[5] = inf
-    table[6, 7:9] = inf
-    table[7, [PAD, MASK, VOCAB, VOCAB + 1]] = inf
+    table[6, 7:9] = inf  # two tokens are infinitely more probable than the others
+    table[7, [PAD, MASK, VOCAB, VOCAB + 1]] = inf  # only ids that may not be drawn are
     table[8, 5:] = nan
-    table[9, :9] = -inf
-    how = Draw(sampling=SamplingParams(temperature=temperature, top_p=0.9), guidance=guidance)
-    reading = read(table, how, [3, 4, 5, 6, 7, 8, 9], None if guidance is None else [9, 8, 3, 4, 5, 6, 7])
+    table[9, :9] = -inf  # tokens below 9 are impossible
+    draw = Draw(sampling=SamplingParams(temperature=temperature, top_p=0.9), guidance=guidance)
+    reading = read(table, draw, [3, 4, 5, 6, 7, 8, 9], None if guidance is None else [9, 8, 3, 4, 5, 6, 7])
     assert not {PAD, MASK, VOCAB, VOCAB + 1} & set(reading.tokens)
     assert all(0 <= probability <= 1 for probability in [*reading.probabilities, *reading.scores])
     if guidance is None:
@@ -322,7 +322,7 @@ def test_broken_logits_give_an_allowed_token_and_a_probability(
         assert reading.probabilities[4] == 0
         assert reading.tokens[6] >= 9
     if temperature == 0 and guidance is None:
-        assert reading.tokens[:3] == [1, 1, 1]
+        assert reading.tokens[:3] == [1, 1, 1]  # all tokens tie, and 1 is the first that may be drawn
         assert reading.tokens[3] == 7
 
 
@@ -363,4 +363,4 @@ def test_noise_is_a_function_of_seed_prompt_round_and_position(change: dict[str,
     assert (tokens(**change) == tokens()) == same
     assert tokens(prompt_id="q") != tokens()
     assert tokens(first=1)[:-1] == tokens()[1:], "noise belongs to positions"
-    assert tokens(shift=1)[:-1] == tokens()[1:], "the predicted ones"
+    assert tokens(shift=1)[:-1] == tokens()[1:], "noise belongs to the positions that are predicted"

@@ -45,12 +45,12 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]
         sys.modules.pop(name)
 
 
-def test_finished_parts_are_known_by_type_and_threads(
-    programs: dict[str, ModuleType],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def list_parts(runs: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Return what distinguishes the measured parts: type with threads, prompts, and part."""
+    return [(run["dtype"], run["prompts"], run["part"]) for run in runs]
+
+
+def test_committed_parts_have_the_type_and_threads_of_their_commands(programs: dict[str, ModuleType]) -> None:
     table, committed = programs["table"], json.loads((FOLDER / "results.json").read_text())
     for run in committed["runs"]:
         command = run["environment"]["command"]
@@ -60,16 +60,26 @@ def test_finished_parts_are_known_by_type_and_threads(
             batch_invariant="--batch_invariant" in command,
             threads=int(given.get("--threads", 1)),
         )
-    keys = [(run["dtype"], run["prompts"], run["part"]) for run in committed["runs"]]
-    assert len(set(keys)) == len(keys)
-    assert ("float32, 2 threads", "GSM8K", "speed") in keys
+    parts = list_parts(committed["runs"])
+    assert len(set(parts)) == len(parts)
+    assert ("float32, 2 threads", "GSM8K", "speed") in parts
 
+
+def test_only_a_part_that_is_missing_is_measured(
+    programs: dict[str, ModuleType],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The program runs with 1, 2 and again 2 threads on results that lack one part with 2 threads."""
+    table, committed = programs["table"], json.loads((FOLDER / "results.json").read_text())
     (tmp_path / "config.json").touch()
     results, measured = tmp_path / "results.json", []
     missing = ("float32, 2 threads", "own.jsonl", "speed")
-    kept = [run for run, key in zip(committed["runs"], keys, strict=True) if key != missing]
-    assert len(kept) == len(keys) - 1
-    results.write_text(json.dumps(committed | {"runs": kept}))
+    parts = list_parts(committed["runs"])
+    other_runs = [run for run, part in zip(committed["runs"], parts, strict=True) if part != missing]
+    assert len(other_runs) == len(parts) - 1
+    results.write_text(json.dumps(committed | {"runs": other_runs}))
     figures = next(run["decoders"] for run in committed["runs"] if run["part"] == "speed")
 
     def measure(model: object, prompts: list[Prompt], max_new_tokens: int) -> dict[str, object]:
@@ -251,12 +261,15 @@ def test_the_committed_replay_is_what_the_rule_of_today_gives() -> None:
 def test_a_replay_counts_forwards_and_positions() -> None:
     from experiments.lossless import rule
 
-    num_right = [min(rule.NUM_MASKS, 69 - place) for place in range(70)]
-    # One forward with five masks, one with the five drafts: a token, then six; each feeds the pending token as well.
-    expected = 10 * (2 * 32 + 0.2 * 32 + 6 + 6)
-    assert rule.replayed(rule.DECODERS["5 drafts"], num_right, 32.0) == (20, pytest.approx(expected))
-    num_forwards, seconds = rule.replayed(Autoregressive(), num_right, 32.0)
-    assert (num_forwards, seconds) == (70, 70 * 33)
+    forward_cost, num_tokens = 32.0, 70
+    num_right = [min(rule.NUM_MASKS, num_tokens - 1 - place) for place in range(num_tokens)]  # all drafts are right
+    # A round has a forward pass with five masks, which commits a token and costs a fifth more for the adapters, and a
+    # forward pass with the five drafts, which commits six. Both feed the pending token as well.
+    num_rounds, cost_of_a_round = num_tokens / 7, (1.2 * forward_cost + 6) + (forward_cost + 6)
+    expected = 2 * num_rounds, pytest.approx(num_rounds * cost_of_a_round)
+    assert rule.replayed(rule.DECODERS["5 drafts"], num_right, forward_cost) == expected
+    without_drafts = rule.replayed(Autoregressive(), num_right, forward_cost)
+    assert without_drafts == (num_tokens, num_tokens * (forward_cost + 1))
 
 
 def tiny_drafter(programs: dict[str, ModuleType], num_masks: int) -> Backbone:
@@ -291,9 +304,12 @@ def test_levers_replay_forwards_by_hand() -> None:
     # A token and two drafts at a time: places 0, 3, 6; with one of its own and what follows: 0, 4, 7.
     assert levers.num_forwards([2, 0, 0, 2, 0, 0, 1], extra=1, num_drafts=2) == 3
     assert levers.num_forwards([2, 0, 0, 2, 2, 0, 0, 1], extra=2, num_drafts=2) == 2
+    # Eight tokens in two rounds. A round has two forward passes, each with a token, adapters for a fifth of a forward
+    # pass, the two drafts, and two masks in each of two branches.
     speed, num_drafts, rate = levers.replayed([[2, 0, 0, 0, 2, 0, 0, 0]], num_drafts=2, num_branches=2)
-    assert (num_drafts, rate) == (2, 2.0)
-    assert speed == pytest.approx(8 * 21 / (2 * (20 * 2.2 + 2 + 2 + 4)), abs=1e-3)
+    cost_of_a_round = 2.2 * levers.COST + 2 + 2 + 2 * 2
+    assert (num_drafts, rate) == (2, 8 / 4)
+    assert speed == pytest.approx(8 * (levers.COST + 1) / (2 * cost_of_a_round), abs=1e-3)
 
 
 def test_levers_train_the_drafter_alone(programs: dict[str, ModuleType]) -> None:

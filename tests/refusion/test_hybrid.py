@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from itertools import permutations
+from itertools import permutations, product
+from math import ceil
 from pathlib import Path
 
 import pytest
@@ -80,8 +81,9 @@ def test_equals_the_slow_reference(
     corrupted = Hybrid(slot_sizes=slot_sizes).corrupt(batch, noise, special_tokens, mask_ratio=ratios)
 
     sizes = draw_slot_sizes(noise, slot_sizes).tolist()
-    p = [ratio or 0.001 + 0.999 * u for u in noise.uniform("mask_ratio", 1)[:, 0].tolist()]
-    p = [float(torch.tensor(value)) for value in p] if ratio else p  # given ratios are float32
+    # A drawn ratio is uniform from the objective's ``eps``, 0.001, to 1. A given ratio is a float32.
+    drawn = [0.001 + 0.999 * u for u in noise.uniform("mask_ratio", 1)[:, 0].tolist()]
+    p = drawn if ratio is None else [float(torch.tensor(ratio))] * len(drawn)
     masks, order = noise.uniform("slot_mask", 50).tolist(), noise.uniform("slot_order", 50).tolist()
     for row, (prompt, response) in enumerate(LENGTHS):
         length = prompt + response
@@ -140,7 +142,7 @@ def test_slots_are_masked_independently_with_the_given_ratio(
     objective = Hybrid(slot_sizes=(4,))
     corrupted = objective.corrupt(batch, noise, special_tokens, mask_ratio=torch.full((20_000,), 0.3))
     patterns = Counter(map(tuple, masked_slots(corrupted, 2, 4).tolist()))
-    keys = [(a, b, c) for a in (False, True) for b in (False, True) for c in (False, True)]
+    keys = list(product((False, True), repeat=3))  # eleven tokens are three slots of four
     expected = [20_000 * 0.3 ** sum(key) * 0.7 ** (3 - sum(key)) for key in keys]
     assert chi_square([patterns[key] for key in keys], expected) < 24.3  # 7 degrees of freedom, p = 0.001
 
@@ -285,7 +287,7 @@ def test_released_programs_labels_follow_our_rules() -> None:
             length = prompt + values["response_lengths"][row]
             tokens, positions = values["clean_input_ids"][row], values["position_ids"][row]
             is_masked = values["is_masked"][row]
-            num_slots_by_size = {size: -(-(length - prompt) // size) for size in (4, 8, 16, 32)}
+            num_slots_by_size = {size: ceil((length - prompt) / size) for size in (4, 8, 16, 32)}
             candidates = []
             for size, num_slots in num_slots_by_size.items():
                 starts = [prompt + number * size for number in range(num_slots)]
