@@ -52,7 +52,7 @@ def test_test_prints_the_table_and_writes_results(
     run = tmp_path / "quickstart" / "version_0"
     figures = json.loads((run / "results.json").read_text())["results"]["refusion"]
     lines = [json.loads(line) for line in (run / "predictions_refusion.jsonl").read_text().splitlines()]
-    assert figures["num_prompts"] == len(lines) == 12
+    assert figures["num_prompts"] == len(lines) == 12  # num_test in TINY
     assert len({line["id"] for line in lines}) == 12
     tokens, forwards = (sum(line[key] for line in lines) for key in ("num_tokens", "num_forwards"))
     assert (figures["num_tokens"], figures["num_forwards"]) == (tokens, forwards)
@@ -65,7 +65,7 @@ def test_a_checkpoint_or_a_directory_brings_the_model(
     checkpoint: str, tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = checkpoint if source == "checkpoint" else MODEL
-    config = {"model": {"backbone": {"gradient_checkpointing": True}}}  # the training's, of no use here
+    config = {"model": {"backbone": {"gradient_checkpointing": True}}}  # an option of trainings, which changes nothing
     (tmp_path / "overlay.yaml").write_text(json.dumps(config))
     args = ["test", "--config", ABLATION, "--config", str(tmp_path / "overlay.yaml"), f"--ckpt_path={path}"]
     args += ["--model.decoders={ar: {class_path: ReFusion, init_args: {slot_size: 8, num_serial_blocks: 1}}}"]
@@ -273,7 +273,8 @@ def test_each_decoder_decodes_one_prompt_before_it_is_timed(
     args = ["test", "--config", QUICKSTART, *TINY_TEST, f"--ckpt_path={checkpoint}", f"--runs_dir={tmp_path}"]
     args += ["--trainer.enable_progress_bar=false", "--model.decoding.batch_size=8", "--data.eval_batch_size=8"]
     assert main([*args, "--model.decoders.one=RecomputeKV", "--model.sampling.max_new_tokens=16"]) == 0
-    warm_up = [("ReFusion", 1), ("ReFusion", 8), ("RecomputeKV", 1), ("RecomputeKV", 8)]
-    assert decoded == [*warm_up, ("ReFusion", 4), ("RecomputeKV", 4)]
+    # The 12 prompts are batches of 8 and 4. A decoder's warm-up precedes its first batch.
+    first_batch = [("ReFusion", 1), ("ReFusion", 8), ("RecomputeKV", 1), ("RecomputeKV", 8)]
+    assert decoded == [*first_batch, ("ReFusion", 4), ("RecomputeKV", 4)]
     results = json.loads((tmp_path / "quickstart" / "version_0" / "results.json").read_text())["results"]
     assert {row["num_prompts"] for row in results.values()} == {12}, "the first prompt counts once"

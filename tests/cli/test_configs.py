@@ -44,6 +44,7 @@ def data_file(tmp_path: Path) -> str:
 
 
 def _overrides(name: str, data_file: str) -> list[str]:
+    """Return the options with which a config runs here: on a CPU, without downloads, and with a small data file."""
     if name == "ablation":  # the config has no model
         return [f"--model.backbone.config={json.dumps(TINY_QWEN)}"]
     if name == "own_data":
@@ -138,11 +139,13 @@ def test_the_8b_config_builds_the_whole_model_on_the_meta_device(data_file: str)
     cli = build_cli(*args)
     with torch.device("meta"):
         cli.model.configure_model()
-    hidden, heads, key_heads, dim, inner, vocab = 4096, 32, 8, 128, 12288, 151936
-    layer = 2 * hidden * dim * (heads + key_heads) + 3 * hidden * inner + 2 * hidden + 2 * dim
-    assert sum(p.numel() for p in cli.model.parameters()) == 36 * layer + 2 * vocab * hidden + hidden
+    hidden, heads, key_heads, dim, inner, vocab, num_layers = 4096, 32, 8, 128, 12288, 151936, 36
+    attention, mlp = 2 * hidden * dim * (heads + key_heads), 3 * hidden * inner
+    norms = 2 * hidden + 2 * dim  # before attention and MLP, and of the heads of queries and keys
+    num_parameters = num_layers * (attention + mlp + norms) + 2 * vocab * hidden + hidden
+    assert sum(p.numel() for p in cli.model.parameters()) == num_parameters
     assert all(p.is_meta for p in cli.model.parameters())
-    assert 8.1e9 < 36 * layer + 2 * vocab * hidden < 8.3e9  # the number in docs/scale.md
+    assert 8.1e9 < num_parameters < 8.3e9  # the number in docs/scale.md
 
 
 @pytest.mark.parametrize("folder", ["decoder", "objective"])

@@ -69,6 +69,8 @@ def test_the_text_is_the_models_own_in_fewer_forwards(checkpoint: str, draft: Pa
     assert sum(n for _, n in trained) < sum(n for _, n in expected)
 
 
+# Decodes prompts by the program of a drafter, and prints their tokens and numbers of forward passes. Then calls the
+# program with changed layers, and prints its error.
 TRANSFORMERS_ALONE = """
 import json, torch
 from transformers import AutoModelForCausalLM
@@ -203,7 +205,7 @@ def test_damaged_drafters_are_refused(draft: Path, base: Path, tmp_path: Path, d
         (path / "drafter.json").write_text(json.dumps({**options, "options": {"num_masks": "x"}}))
     elif damage == "kind":
         (path / "drafter.json").write_text(json.dumps({**options, "options": {"block_size": 4}}))
-    elif damage == "sizes":  # which no memory has
+    elif damage == "sizes":  # for which no memory is large enough
         (path / "drafter.json").write_text(json.dumps({**options, "options": {"num_masks": 1 << 50, "rank": 1 << 40}}))
     elif damage == "shapes":
         save_file({"masks": torch.zeros(3, 96)}, path / "drafter.safetensors")
@@ -225,7 +227,8 @@ def test_a_whole_export_is_the_model_with_its_drafter(
         given = ["--ckpt_path", checkpoint]
     elif "samples" in source:
         given[1] = str(make_sampling(base, tmp_path / "base"))
-    assert main(["export", *given, "--output", str(folder), "--decoder=Autoregressive"]) == 2  # it would not be used
+    # The drafter would not be used with another decoder.
+    assert main(["export", *given, "--output", str(folder), "--decoder=Autoregressive"]) == 2
     expected_error = "decoder: expected SelfSpeculative for a model with a drafter, got 'Autoregressive'"
     assert expected_error in capsys.readouterr().err
     assert main(["export", *given, "--output", str(folder)]) == 0
@@ -241,7 +244,7 @@ def test_a_whole_export_is_the_model_with_its_drafter(
 
 
 def test_a_directory_with_its_own_drafter_is_tested_with_it(run: Path, checkpoint: str, tmp_path: Path) -> None:
-    """A config of a drafter's training would put a new one on the model."""
+    """The config of a drafter's training would put a new drafter on the model."""
     assert main(["export", "--ckpt_path", checkpoint, "--output", str(tmp_path / "model")]) == 0
     actual = []
     for source in (checkpoint, str(tmp_path / "model")):

@@ -148,10 +148,28 @@ def test_a_model_trained_here_decodes_the_same_once_exported(name: str, tmp_path
     options += [f"--model.objective={REPOSITORY}/configs/objective/{objective}.yaml", f"--runs_dir={tmp_path}"]
     files = ["--config", QUICKSTART, "--config", str(tmp_path / "backbone.yaml")]
     assert main(["fit", *files, *options, "--run_name=run"]) == 0
-    run, output = tmp_path / "run" / "version_0", tmp_path / "exported"
+    run, output, again = tmp_path / "run" / "version_0", tmp_path / "exported", tmp_path / "again"
     assert main(["export", f"--ckpt_path={run}", f"--output={output}", f"--format={name}"]) == 0
-    published = FORMATS[name]
-    config = read_config(output)
+    assert main(["export", f"--ckpt_path={output}", f"--output={again}", "--format=hf"]) == 0
+    trained, exported = (refusion_lit.load(path, dtype="float32", device="cpu") for path in (run, output))
+    for decoder in (None, exported.default_decoder):
+        assert generate_texts(trained, decoder) == generate_texts(exported, decoder)
+    assert generate_texts(refusion_lit.load(again, device="cpu"))[0] == generate_texts(exported)[0]
+    tokens = trained.encode(PROMPTS[1])
+    assert torch.equal(compute_logits(exported.backbone, tokens), compute_logits(trained.backbone, tokens))
+    check_config_and_layers(output, name)
+    check_special_tokens(output, trained)
+    check_card(output, name, trained)
+    check_transformers(again, tokens)
+
+
+def generate_texts(model: Any, decoder: Any = None) -> list[str]:
+    return [row.text for row in model.generate(PROMPTS, decoder=decoder, max_new_tokens=16)]
+
+
+def check_config_and_layers(output: Path, name: str) -> None:
+    """Check that an export has the options and layers that the golden checkpoints of its format have."""
+    published, config = FORMATS[name], read_config(output)
     assert config["model_type"] == published.model_type
     assert published.layout is not None
     repository, classes = published.layout.repository, published.layout.classes
@@ -162,32 +180,32 @@ def test_a_model_trained_here_decodes_the_same_once_exported(name: str, tmp_path
             expected_config = read_config(golden) | NOT_IN_GOLDENS.get(name, {})
             assert config.keys() - ours == expected_config.keys() - ours
             assert list_layer_names(output) == list_layer_names(golden)
-    trained, exported = (refusion_lit.load(path, dtype="float32", device="cpu") for path in (run, output))
-    for decoder in (None, exported.default_decoder):
-        texts = [[row.text for row in model.generate(PROMPTS, decoder=decoder, max_new_tokens=16)]
-                 for model in (trained, exported)]  # fmt: skip
-        assert texts[0] == texts[1]
-    tokens = trained.encode(PROMPTS[1])
-    logits = compute_logits(trained.backbone, tokens)
-    assert torch.equal(compute_logits(exported.backbone, tokens), logits)
+
+
+def check_special_tokens(output: Path, trained: Any) -> None:
     generation = read(output / "generation_config.json")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(output)
     special = trained.backbone.special_tokens
-    assert (generation["mask_token_id"], generation["eos_token_id"]) == (
-        special.mask_token_id, [*special.eos_token_ids],
-    )  # fmt: skip
-    assert (tokenizer.mask_token_id, tokenizer.eos_token_id) == (special.mask_token_id, special.eos_token_ids[0])
-    card = (output / "README.md").read_text()
+    assert generation["mask_token_id"] == tokenizer.mask_token_id == special.mask_token_id
+    assert generation["eos_token_id"] == [*special.eos_token_ids]
+    assert tokenizer.eos_token_id == special.eos_token_ids[0]
+
+
+def check_card(output: Path, name: str, trained: Any) -> None:
+    """Check that the card has the commands of the engines that run the format, and no program of ours."""
+    card, published = (output / "README.md").read_text(), FORMATS[name]
     assert published.family in card
+    assert published.layout is not None
     for engine in published.layout.engines:
         assert f"With {engine.name}:" in card
         assert engine.command.format(model=output, block_size=trained.backbone.traits.block_size) in card
     assert "custom_generate" not in card
-    again = tmp_path / "again"
-    assert main(["export", f"--ckpt_path={output}", f"--output={again}", "--format=hf"]) == 0
-    plain = refusion_lit.load(again, device="cpu")
-    assert plain.generate(PROMPTS, max_new_tokens=16)[0].text == texts[1][0]
-    library = AutoModelForCausalLM.from_pretrained(again)
+
+
+def check_transformers(directory: Path, tokens: list[int]) -> None:
+    """Check that transformers computes the same logits from a directory, with causal attention."""
+    plain = refusion_lit.load(directory, device="cpu")
+    library = AutoModelForCausalLM.from_pretrained(directory)
     ids = torch.tensor([tokens])
     causal = replace(plain.backbone.traits, attention="causal", block_size=None)
     with torch.no_grad():

@@ -25,38 +25,51 @@ from support.slow_decoding import best_allowed, cut
 
 @dataclass
 class SlowText:
-    """Slots decoded in an order, each with a forward over everything for every token.
+    """A response whose slots are decoded in an order, with a forward pass over all known tokens for every token.
 
-    What is known of the response follows the prompt. ``later`` are slots that may follow once none are left.
+    Given tokens follow the prompt, and decoded slots follow in their order.
+
+    Attributes:
+        model: The model.
+        prompt: The prompt; its template may give tokens of the response.
+        slots: The places of every slot.
+        remaining: Slots that may be decoded next.
+        next_slots: Slots that may be decoded once none remains: the holes of a template come before the slots after it.
+        order: The decoded slots, in their order.
+        tokens: The tokens of the decoded slots.
+        probabilities: Probabilities of all decoded tokens.
+        slot_probabilities: Probabilities of the tokens of the last slot.
     """
 
     model: LanguageModel
     prompt: Prompt
     slots: list[list[int]]
-    left: tuple[int, ...]
-    later: tuple[int, ...] = ()
+    remaining: tuple[int, ...]
+    next_slots: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     probabilities: tuple[float, ...] = ()
     slot_probabilities: tuple[float, ...] = ()
 
     def read(self, row: list[int], positions: list[int], places: list[int]) -> list[tuple[int, float]]:
+        """Feed a row; return the most probable allowed tokens at some of its places, and their probabilities."""
         causal = torch.ones(1, len(row), len(row), dtype=torch.bool).tril()
-        logits = self.model.logits(self.model.hidden_states(torch.tensor([row]), torch.tensor([positions]), causal)[0])[
-            places
-        ].double()
+        hidden = self.model.hidden_states(torch.tensor([row]), torch.tensor([positions]), causal)[0]
+        logits = self.model.logits(hidden)[places].double()
         special = self.model.special_tokens
         banned = list(special.banned_token_ids)
-        if self.slots[self.left[0]][0] < len(self.prompt.given):  # nothing ends in a hole
+        if self.slots[self.remaining[0]][0] < len(self.prompt.given):  # nothing ends in a hole
             banned += special.eos_token_ids
         chosen = [best_allowed(row, banned, special.vocab_size) for row in logits]
         return [(token, float(row.softmax(-1)[token])) for token, row in zip(chosen, logits, strict=True)]
 
     def positions(self, slot: int) -> list[int]:
+        """Return the positions of a slot's places in the text."""
         return [len(self.prompt.token_ids) + place for place in self.slots[slot]]
 
     @property
     def context(self) -> tuple[list[int], list[int]]:
+        """The known tokens and their positions."""
         row, positions = list(self.prompt.token_ids), list(range(len(self.prompt.token_ids)))
         for place, token in enumerate(self.prompt.given):
             if token is not None:
@@ -69,15 +82,17 @@ class SlowText:
 
     @cached_property
     def plan(self) -> dict[int, tuple[int, float]]:
+        """The first token of every remaining slot, and its probability."""
         row, positions = self.context
         firsts = []
-        for slot in self.left:
+        for slot in self.remaining:
             firsts.append(len(row))
             row += [MASK] * len(self.slots[slot])
             positions += self.positions(slot)
-        return dict(zip(self.left, self.read(row, positions, firsts), strict=True))
+        return dict(zip(self.remaining, self.read(row, positions, firsts), strict=True))
 
     def after(self, slot: int) -> SlowText:
+        """Return the text with one more decoded slot. After an EOS token, later slots are dropped."""
         token, probability = self.plan[slot]
         tokens, slot_probabilities = [token], [probability]
         while len(tokens) < len(self.slots[slot]) and EOS not in tokens:
@@ -85,9 +100,9 @@ class SlowText:
             row, positions = row + tokens, positions + self.positions(slot)[: len(tokens)]
             [(token, probability)] = self.read(row, positions, [len(row) - 1])
             tokens, slot_probabilities = [*tokens, token], [*slot_probabilities, probability]
-        left = tuple(other for other in self.left if other != slot and (EOS not in tokens or other < slot))
+        remaining = tuple(other for other in self.remaining if other != slot and (EOS not in tokens or other < slot))
         return replace(
-            self, left=left, order=(*self.order, slot), tokens={**self.tokens, slot: tuple(tokens)},
+            self, remaining=remaining, order=(*self.order, slot), tokens={**self.tokens, slot: tuple(tokens)},
             probabilities=(*self.probabilities, *slot_probabilities), slot_probabilities=tuple(slot_probabilities),
         )  # fmt: skip
 
@@ -119,22 +134,26 @@ class SlowTree:
         self.num_forwards = 0
 
     def child(self, text: SlowText, slot: int) -> SlowText:
+        """Return a text with one more slot; count the forward passes of its further tokens once."""
         if (*text.order, slot) not in self.texts:
             child = self.texts[*text.order, slot] = text.after(slot)
             self.num_forwards += len(child.slot_probabilities) - 1
         return self.texts[*text.order, slot]
 
     def plan(self, text: SlowText) -> dict[int, tuple[int, float]]:
-        self.num_forwards += text.order not in self.planned
-        self.planned.add(text.order)
+        """Return a text's plan; count its forward pass once."""
+        if text.order not in self.planned:
+            self.num_forwards += 1
+            self.planned.add(text.order)
         return text.plan
 
     def select(self, text: SlowText, visits: dict, values: dict) -> int:
+        """Return the candidate with the highest upper bound: its value, plus a bonus for few visits."""
         plan, options = self.plan(text), self.decoder
-        best = sorted(text.left, key=lambda slot: (-plan[slot][1], slot))[: options.max_candidates]
-        candidates = sorted({*best, text.left[0]})
+        best = sorted(text.remaining, key=lambda slot: (-plan[slot][1], slot))[: options.max_candidates]
+        candidates = sorted({*best, text.remaining[0]})
         weights = {slot: plan[slot][1] ** (1 / PRIOR_TEMPERATURE) for slot in candidates}
-        total = sum(visits.get((*text.order, slot), 0) for slot in text.left)
+        total = sum(visits.get((*text.order, slot), 0) for slot in text.remaining)
 
         def upper_bound(slot: int) -> tuple[float, float, int]:
             key = (*text.order, slot)
@@ -147,38 +166,44 @@ class SlowTree:
         return max(candidates, key=upper_bound)
 
     def move(self, root: SlowText) -> SlowText:
+        """Search from a text, and return the text with the slot that was visited most."""
         options, visits, values = self.decoder, {}, {}
         self.texts.clear()  # each move searches from scratch
         self.planned &= {root.order}
         for _ in range(options.num_simulations):
             path = [root]
-            while len(path) == 1 or (visits.get(path[-1].order) and path[-1].left):
+            while len(path) == 1 or (visits.get(path[-1].order) and path[-1].remaining):
                 path.append(self.child(path[-1], self.select(path[-1], visits, values)))
             value, ahead, last = path[-1].confidence, [], path[-1]
-            while last.left and len(ahead) < options.horizon - 1:
+            while last.remaining and len(ahead) < options.horizon - 1:
                 plan = self.plan(last)
-                last = self.child(last, min(last.left, key=lambda slot: (-plan[slot][1], slot)))
+                last = self.child(last, min(last.remaining, key=lambda slot: (-plan[slot][1], slot)))
                 ahead.append(last.confidence)
             if ahead:
                 value = IMMEDIATE_WEIGHT * value + (1 - IMMEDIATE_WEIGHT) * sum(ahead) / len(ahead)
             for text in path:
                 visits[text.order] = visits.get(text.order, 0) + 1
                 values[text.order] = values.get(text.order, 0.0) + value
-        moves = [self.texts[*root.order, slot] for slot in root.left if visits.get((*root.order, slot))]
-        return max(moves, key=lambda t: (visits[t.order], values[t.order] / visits[t.order], -t.order[-1]))
+        moves = [self.texts[*root.order, slot] for slot in root.remaining if visits.get((*root.order, slot))]
+        return max(
+            moves, key=lambda text: (visits[text.order], values[text.order] / visits[text.order], -text.order[-1])
+        )
 
 
 def slow_root(model: LanguageModel, prompt: Prompt, size: int, length: int) -> SlowText:
+    """Return a text without decoded slots: the holes of the template are cut into slots, and so is the rest."""
     slots: list[list[int]] = []
     for place, token in enumerate(prompt.given):
         if token is None and slots and slots[-1][-1] == place - 1 and len(slots[-1]) < size:
             slots[-1].append(place)
         elif token is None:
             slots.append([place])
-    inner, start = tuple(range(len(slots))), len(prompt.given)
+    in_template, start = tuple(range(len(slots))), len(prompt.given)
     slots += [list(range(first, first + size)) for first in range(start, length + prompt.num_given, size)]
-    outer = tuple(range(len(inner), len(slots)))
-    return SlowText(model, prompt, slots, inner or outer, outer if inner else ())
+    after_template = tuple(range(len(in_template), len(slots)))
+    if not in_template:
+        return SlowText(model, prompt, slots, after_template)
+    return SlowText(model, prompt, slots, in_template, after_template)
 
 
 @settings(max_examples=examples(24), deadline=None)
@@ -207,8 +232,8 @@ def test_tree_search_is_that_of_a_slow_search(
     rows = decode(model, decoder, batch, SamplingParams(max_new_tokens=length), batch_size=2).rows
     for prompt, row in zip(batch, rows, strict=True):
         tree, text = SlowTree(decoder), slow_root(slow, prompt, size, length)
-        while text.left or text.later:
-            text = tree.move(text) if text.left else replace(text, left=text.later, later=())
+        while text.remaining or text.next_slots:
+            text = tree.move(text) if text.remaining else replace(text, remaining=text.next_slots, next_slots=())
         assert (row.token_ids, row.num_forwards) == (text.response(length), tree.num_forwards)
 
 
@@ -228,10 +253,10 @@ def test_a_wide_beam_finds_the_best_of_all_orders(
         for order in permutations(range(num_slots)):
             text = slow_root(slow, prompt, size, size * num_slots)
             for slot in order:
-                text = text.after(slot) if slot in text.left else text
+                text = text.after(slot) if slot in text.remaining else text
             complete.add((round(text.score, 9), tuple(text.response(size * num_slots))))
-        best = max(score for score, _ in complete)
-        assert tuple(row.token_ids) in {response for score, response in complete if score == best}
+        best_score = max(score for score, _ in complete)
+        assert tuple(row.token_ids) in {response for score, response in complete if score == best_score}
 
 
 def test_a_beam_keeps_orders_of_different_slots_first() -> None:
@@ -239,8 +264,8 @@ def test_a_beam_keeps_orders_of_different_slots_first() -> None:
     prompt, sampling = Prompt(token_ids=(5, 6, 7), id="0"), SamplingParams(max_new_tokens=6)
     narrow = decode(model, SlotSearch(slot_size=2, selection="beam", beam_size=1), [prompt], sampling).rows[0]
     text = slow_root(HashModel(5, ends=frozenset(), end_bias=-99.0), prompt, 2, 6)
-    while text.left:  # a beam of one keeps the best of all next slots
-        text = max((text.after(slot) for slot in text.left), key=lambda t: t.score)
+    while text.remaining:  # a beam of one keeps the best of all next slots
+        text = max((text.after(slot) for slot in text.remaining), key=lambda t: t.score)
     assert narrow.token_ids == text.response(6)
     # A forward to plan and one for the second tokens of all candidates, for each of three slots.
     assert (narrow.num_forwards, narrow.num_tokens) == (6, 6)
@@ -255,7 +280,7 @@ def test_one_simulation_is_the_order_of_certainty(num_serial_blocks: int, temper
     sizes = {"slot_size": 4, "num_serial_blocks": num_serial_blocks}
     search = SlotSearch(**sizes, num_simulations=1, horizon=1)
     plain = ReFusion(**sizes, selection="top_k", k=1, token_threshold=1.0, infill="autoregressive")
-    rows, expected = (decode(model, way, batch, sampling, batch_size=2).rows for way in (search, plain))
+    rows, expected = (decode(model, decoder, batch, sampling, batch_size=2).rows for decoder in (search, plain))
     assert [row.token_ids for row in rows] == [row.token_ids for row in expected]
     # A plan and three further tokens for each slot.
     assert {row.num_forwards for row in rows if row.finish_reason == "length"} == {6 * 4}

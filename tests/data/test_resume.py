@@ -24,7 +24,7 @@ NUM_STEPS = 2 * NUM_BATCHES + 2
 
 
 class Recorder(L.LightningModule):
-    """Trains one number and notes which samples it saw in which epoch."""
+    """Trains one number and records the epoch and the samples of every batch."""
 
     def __init__(self, folder: Path | None = None) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Recorder(L.LightningModule):
             (self.folder / f"rank{self.global_rank}.json").write_text(json.dumps(self.seen))
 
     def validation_step(self, batch: ResponseBatch, batch_idx: int) -> None:
-        """Needed for Lightning not to wonder about the validation data."""
+        """Does nothing; without this method, Lightning would warn of the validation data."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -55,6 +55,7 @@ def data_module(num_workers: int = 0, **options: int) -> InstructionDataModule:
 def fit(
     folder: Path, checkpoint: Path | None = None, data: InstructionDataModule | None = None, **options: object
 ) -> list[tuple[int, list[str]]]:
+    """Train with a checkpoint after every step; return the epoch and the samples of every batch."""
     model = Recorder()
     callback = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = L.Trainer(
@@ -118,16 +119,19 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def _rows(first: int = 0) -> list[dict[str, Any]]:
+    """Return the rows of an epoch."""
     return [{"query": f"{n}+{n}", "response": str(2 * n)} for n in range(first, first + 4 * NUM_BATCHES)]
 
 
 def _change(rows: list[dict[str, Any]], change: str) -> list[dict[str, Any]]:
+    """Return rows with another text, in another order, or with one more row."""
     if change == "text":
         return [*rows[:7], {**rows[7], "response": "0"}, *rows[8:]]
-    return {"order": rows[::-1], "more": [*rows, {"query": "1+2", "response": "3"}], "none": rows}[change]
+    return rows[::-1] if change == "order" else [*rows, {"query": "1+2", "response": "3"}]
 
 
-def _files(folder: Path, source: str, train: list[dict[str, Any]], validation: list[dict[str, Any]]) -> Any:
+def _write_task(folder: Path, source: str, train: list[dict[str, Any]], validation: list[dict[str, Any]]) -> Any:
+    """Return a task of rows in memory or in files of some kind."""
     if source == "memory":
         return {"train": train, "validation": validation}
     if source == "two files":
@@ -154,23 +158,23 @@ def test_other_training_samples_are_refused_in_mid_epoch_and_named_after_it(
     source: str, change: str, tmp_path: Path
 ) -> None:
     rows, validation = _rows(), _rows(50)[:3]
-    seen = _fit_files(tmp_path / "a", None, _files(tmp_path, source, rows, validation))
-    changed = _files(tmp_path, source, _change(rows, change), validation)
+    seen = _fit_files(tmp_path / "a", None, _write_task(tmp_path, source, rows, validation))
+    changed = _write_task(tmp_path, source, _change(rows, change), validation)
     option = "data.task" if change == "more" else r"data\.task\.train"
     with pytest.raises(ValueError, match=rf"{option}: expected .* with which the epoch began"):
         _fit_files(tmp_path / "r1", tmp_path / "a" / "step=3.ckpt", changed)
     named = {"memory": "a list", "two files": "a.jsonl.*b.jsonl"}.get(source, f"t.{source}")
     with pytest.warns(UserWarning, match=rf"data\.task\.train: .*{named}"):
         _fit_files(tmp_path / "r2", tmp_path / "a" / f"step={NUM_BATCHES}.ckpt", changed)
-    same = _files(tmp_path, source, rows, validation)
+    same = _write_task(tmp_path, source, rows, validation)
     assert _fit_files(tmp_path / "r3", tmp_path / "a" / "step=3.ckpt", same) == seen[3:]
 
 
 @pytest.mark.parametrize("source", ["jsonl", "memory"])
 def test_other_validation_samples_are_named(source: str, tmp_path: Path) -> None:
     rows, validation = _rows(), _rows(50)[:3]
-    seen = _fit_files(tmp_path / "a", None, _files(tmp_path, source, rows, validation))
-    changed = _files(tmp_path, source, rows, _change(validation, "order"))
+    seen = _fit_files(tmp_path / "a", None, _write_task(tmp_path, source, rows, validation))
+    changed = _write_task(tmp_path, source, rows, _change(validation, "order"))
     with pytest.warns(UserWarning, match=r"data\.task\.validation: .*validation losses"):
         assert _fit_files(tmp_path / "r4", tmp_path / "a" / "step=3.ckpt", changed) == seen[3:]
 
@@ -178,13 +182,16 @@ def test_other_validation_samples_are_named(source: str, tmp_path: Path) -> None
 def test_other_samples_in_packed_rows_are_refused(tmp_path: Path) -> None:
     rows, validation = _rows(), _rows(50)[:3]
     options = {"batch_size": 1, "max_length": 16, "pack_length": 32}
-    seen = _fit_files(tmp_path / "a", None, _files(tmp_path, "jsonl", rows, validation), **options)
+    seen = _fit_files(tmp_path / "a", None, _write_task(tmp_path, "jsonl", rows, validation), **options)
     num_batches = len([epoch for epoch, _ in seen if epoch == 0])
     assert num_batches > 3
     changed = [*rows[:3], {**rows[3], "response": "5"}, *rows[4:]]
     with pytest.raises(ValueError, match=r"data\.task\.train: .*t\.jsonl"):
         _fit_files(
-            tmp_path / "r5", tmp_path / "a" / "step=3.ckpt", _files(tmp_path, "jsonl", changed, validation), **options
+            tmp_path / "r5",
+            tmp_path / "a" / "step=3.ckpt",
+            _write_task(tmp_path, "jsonl", changed, validation),
+            **options,
         )
 
 

@@ -88,9 +88,8 @@ def test_given_tokens_are_computed_as_in_a_causal_text_without_the_holes() -> No
     """The first draft of the decoder equals the prediction of masks that follow all known tokens."""
     decoder = ReFusion(slot_size=2)
     model = tiny_backbone(traits_for(decoder))
-    known = [
-        (token, i) for i, token in enumerate((*PROMPT, *(t or 0 for t in make_template("ab__c")))) if i not in (4, 5)
-    ]
+    text = [*PROMPT, *make_template("ab__c")]
+    known = [(token, position) for position, token in enumerate(text) if token is not None]
     tokens, positions = (torch.tensor([values]) for values in zip(*known, strict=True))
     with torch.no_grad():
         expected = model.logits(model.hidden_states(tokens, positions, causal(5))[0])
@@ -132,8 +131,8 @@ def test_llada_takes_steps_only_for_masks(pattern: str, options: dict[str, int],
 def test_fast_dllm_skips_given_blocks(cache: str, shifted: bool) -> None:
     decoder = FastDLLM(block_length=4, threshold=0.5, cache=cache, shifted=shifted)
     row, _ = run(decoder, "____aaaa" + "a___" + "aaaa" + ".")
-    first_alone = shifted and cache != "none"  # a step for the first token of the first block
-    assert row.num_forwards == 2 + first_alone
+    # The first token of the first block is unmasked in a step of its own if a shifted model has a cache.
+    assert row.num_forwards == (3 if shifted and cache != "none" else 2)
 
 
 def test_block_diffusion_fixes_tokens_of_its_blocks() -> None:
@@ -156,7 +155,8 @@ def test_wedlm_sees_given_tokens_within_its_window() -> None:
     assert WeDLM(window_size=4).refusal(prompts[0]) is None
     assert "window of 4" in str(WeDLM(window_size=4).refusal(prompts[1]))
     _, model = run(WeDLM(window_size=4), "___a____")
-    assert 2 + 3 in model.calls[0].position_ids[0].tolist()[: len(PROMPT) + 1], "before the masks"
+    fed_before_masks = model.calls[0].position_ids[0].tolist()[: len(PROMPT) + 1]
+    assert len(PROMPT) + 3 in fed_before_masks, "the given token is fed after the prompt"
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def test_prompts_that_fill_the_cache_with_several_lengths_are_decoded_to_the_end
     prompts = [Prompt(token_ids=PROMPT, id="p", given=(None,) * n + (7,)) for n in range(1, 5)]
     lengths = []
 
-    def decode_all(tried: Sequence[Prompt], how: SamplingParams) -> list[Generation]:
-        lengths.append({max_length(prompt, how, model.special_tokens) for prompt in tried})
-        return decode(model, decoder, tried, how, trace=True, max_cache_tokens=len(PROMPT) + 1 + 8).rows
+    def decode_all(tried: Sequence[Prompt], sampling: SamplingParams) -> list[Generation]:
+        lengths.append({max_length(prompt, sampling, model.special_tokens) for prompt in tried})
+        return decode(model, decoder, tried, sampling, trace=True, max_cache_tokens=len(PROMPT) + 1 + 8).rows
 
     [row] = choose_lengths(decode_all, [prompts], SamplingParams(max_new_tokens=8), [EOS])
     assert 7 in row.token_ids
@@ -250,14 +250,14 @@ def test_the_length_that_fits_wins_and_pays_for_all() -> None:
     probes = [make_probe(prompt, row, [EOS]) for prompt, row in samples]
 
     def seams(first: tuple[int, float], second: tuple[int, float]) -> list[Generation]:
-        """Return what was drafted at the seams of both."""
+        """Return the probes' drafts of the token after the hole: token and probability for each template."""
         pairs = zip(prompts, (first, second), strict=True)
         traces = [TraceRound(phase="plan", shape=(1, 2), positions=[len(PROMPT) + prompt.given_length - 2],
                              tokens=[token], probabilities=[p]) for prompt, (token, p) in pairs]  # fmt: skip
         return [Generation(id="p", num_forwards=1, trace=[entry]) for entry in traces]
 
     right = [rows[0].token_ids[1], rows[1].token_ids[2]]
-    # Alike at the seam, so that what is in the hole decides; then the other hole fits better.
+    # Both drafts at the seam are right, so that the tokens in the hole decide. Then the first draft is wrong.
     best = choose_most_probable(prompts, rows, probes, seams((right[0], 0.8), (right[1], 0.8)))
     assert best.token_ids == rows[0].token_ids
     best = choose_most_probable(prompts, rows, probes, seams((right[0] + 1, 0.9), (right[1], 0.8)))

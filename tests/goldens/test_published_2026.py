@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from math import ceil
 from typing import Any
 
 import pytest
@@ -209,17 +211,18 @@ class DrawnMasks(KeyedNoise):
         return F.pad((~self._is_masked).long(), (0, size - self._is_masked.shape[1]), value=2)
 
 
-@pytest.mark.parametrize("index", range(4))
-def test_wedlm_loss(index: int) -> None:
-    """``weighting: uniform`` (batch 2) has no counterpart: its mean is taken from the weights' signs."""
-    case = reference("wedlm_loss")["batches"][index]
-    backbone = published_model("wedlm-tiny", "float64").backbone
-    size = case["block_size"]
-    bounds = [*zip(case["cum_seqlens"], case["cum_seqlens"][1:], strict=False)]
+def read_bounds(case: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return where the samples of a packed batch begin and end."""
+    return list(pairwise(case["cum_seqlens"]))
+
+
+def unpack(case: dict[str, Any], pad_token_id: int) -> tuple[ResponseBatch, DrawnMasks]:
+    """Return the samples of a packed batch in rows of their own, and the noise that masks the same tokens."""
+    size, bounds = case["block_size"], read_bounds(case)
     width = max(stop - start for start, stop in bounds)
-    ids = torch.full((len(bounds), width), backbone.special_tokens.pad_token_id)
+    ids = torch.full((len(bounds), width), pad_token_id)
     prompts, responses = [], []
-    ratios = torch.zeros(len(bounds), -(-width // size), dtype=torch.float64)
+    ratios = torch.zeros(len(bounds), ceil(width / size), dtype=torch.float64)
     is_masked = torch.zeros(len(bounds), width, dtype=torch.bool)
     for row, (start, stop) in enumerate(bounds):
         ids[row, : stop - start] = torch.tensor(case["clean_input_ids"][start:stop])
@@ -237,10 +240,21 @@ def test_wedlm_loss(index: int) -> None:
         input_ids=ids, sample_keys=torch.arange(len(bounds)), prompt_lengths=torch.tensor(prompts),
         response_lengths=torch.tensor(responses),
     )  # fmt: skip
-    objective = DualStream(block_size=size, ar_weight=case["ar_loss_weight"])
-    corrupted = objective.corrupt(batch, DrawnMasks(ratios, is_masked), backbone.special_tokens)
-    for row, (start, stop) in enumerate(bounds):
+    return batch, DrawnMasks(ratios, is_masked)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_wedlm_loss(index: int) -> None:
+    """``weighting: uniform`` (batch 2) has no counterpart: its mean is taken from the weights' signs."""
+    case = reference("wedlm_loss")["batches"][index]
+    backbone = published_model("wedlm-tiny", "float64").backbone
+    batch, noise = unpack(case, backbone.special_tokens.pad_token_id)
+    objective = DualStream(block_size=case["block_size"], ar_weight=case["ar_loss_weight"])
+    corrupted = objective.corrupt(batch, noise, backbone.special_tokens)
+    width = batch.input_ids.shape[1]
+    for row, (start, stop) in enumerate(read_bounds(case)):
         length = stop - start
+        # The program packs [clean; noisy] of every sample; our rows have the noisy copy first.
         for ours, theirs in ((corrupted.input_ids, "packed_input_ids"), (corrupted.position_ids, "logical_positions")):
             assert ours[row, :length].tolist() == case[theirs][start + stop : 2 * stop]
             assert ours[row, width : width + length].tolist() == case[theirs][2 * start : start + stop]

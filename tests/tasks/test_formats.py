@@ -38,9 +38,10 @@ def test_every_assistant_turn_of_a_chat_is_a_response(tmp_path: Path) -> None:
 
 
 def test_turns_of_calls_are_trained_and_turns_of_weight_0_are_context(tmp_path: Path) -> None:
+    """Of four turns of the assistant, two have weight 0: the first text, and the last."""
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    text = {**call, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-    turns = [CHAT[1], text, {"role": "tool", "content": "1"}, {**CHAT[2], "weight": 0}, CHAT[3], CHAT[4], CHAT[5],
+    in_json = {**call, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    turns = [CHAT[1], in_json, {"role": "tool", "content": "1"}, {**CHAT[2], "weight": 0}, CHAT[3], CHAT[4], CHAT[5],
              {**CHAT[4], "weight": 0}]  # fmt: skip
     path = write_jsonl(tmp_path / "x.jsonl", [{"messages": turns}])
     task = InstructionFiles(train=path, validation_fraction=0)
@@ -73,7 +74,7 @@ def test_the_system_text_of_a_row_is_a_turn(row: dict[str, Any], field: str) -> 
 
 
 def test_columns_of_structs_leave_no_nulls_in_calls_and_tools(tmp_path: Path) -> None:
-    """A Parquet column of calls has the arguments of all calls: a null is what another call has."""
+    """In a Parquet column, every call has the arguments of all calls. A null stands for an argument of another call."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -280,5 +281,5 @@ def test_a_conversation_and_its_copies_are_on_one_side() -> None:
     task = InstructionFiles.from_rows(rows, validation_fraction=0.3)
     train, validation = ({e.query for e in task.examples(split) if e.query != "a"} for split in ("train", "validation"))
     assert not train & validation
-    assert len(train | validation) == 8
+    assert len(train | validation) == 40 / 5
     assert len(task.examples("validation")) == 10 * len(validation), "all copies, with both of their turns"

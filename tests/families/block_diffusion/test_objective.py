@@ -85,15 +85,17 @@ def test_equals_the_slow_reference(
     assert corrupted.is_masked is not None
     for row, (prompt, response) in enumerate(LENGTHS):
         text = list(range(10, 10 + prompt + response))
-        num_filled = -len(text) % block_size
+        num_filled = -len(text) % block_size  # up to a whole number of blocks
         text += [EOS if fill == "eos" else MASK] * num_filled
         length = len(text) if fill == "eos" else prompt + response
         t = slow_block_ratios(prompt, length, block_size, order[row], block_noise[row])
         p = {block: ratio or value * (t_max - t_min) + t_min for block, value in t.items()}
         first = [place for place in range(prompt, length) if token_noise[row][place] < p[place // block_size]]
-        views = [first, [place for place in range(prompt, length) if place not in first]]
+        views = [first]
+        if complementary:
+            views.append([place for place in range(prompt, length) if place not in first])
         num_targets += length - prompt
-        for view, masked in enumerate(views[: 1 + complementary]):
+        for view, masked in enumerate(views):
             result = row + view * len(LENGTHS)
             labels, weights = [IGNORE_INDEX] * 2 * width, [0.0] * 2 * width
             for place in masked:
@@ -102,7 +104,7 @@ def test_equals_the_slow_reference(
                 target = place - shifted
                 if target >= 0:
                     labels[target], weights[target] = text[place], 1.0 if unweighted else 1 / probability
-                elif complementary:
+                elif complementary:  # nothing before a text without prompt predicts its first token
                     num_targets -= 1
             noisy = [MASK if place in masked else token for place, token in enumerate(text)]
             padding = [PAD] * (width - len(text))
@@ -154,7 +156,7 @@ def test_no_path_leads_from_a_clean_token_to_its_own_noisy_block() -> None:
 
 
 def toy_backbone(corrupted: CorruptedBatch) -> Tensor:
-    """Two layers of attention over token and position embeddings."""
+    """Return hidden states of two layers of attention over token and position embeddings."""
     generator = torch.Generator().manual_seed(5)
     tokens, positions = (torch.randn(100, 16, generator=generator, dtype=torch.float64) for _ in range(2))
     layers = torch.randn(2, 3, 16, 16, generator=generator, dtype=torch.float64) / 4
@@ -183,10 +185,10 @@ def test_one_block_is_the_masked_objective(
     # The same sums up to the normalisation: by all response tokens here, by the tokens of each sample there.
     torch.testing.assert_close(doubled.weights[:, :16], single.weights * batch.response_lengths[:, None])
     head = torch.nn.Linear(16, 100, dtype=torch.float64)
-    one = make_batch([(4, 12)])
+    single_sample = make_batch([(4, 12)])
     losses = []
     for objective in (block, masked):
-        corrupted = objective.corrupt(one, make_noise(one), special_tokens, mask_ratio=ratio[:1])
+        corrupted = objective.corrupt(single_sample, make_noise(single_sample), special_tokens, mask_ratio=ratio[:1])
         losses.append(objective.loss(toy_backbone(corrupted), head, corrupted).total)
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=1e-6)
 
