@@ -11,6 +11,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from refusion_lit.cli import main
 
