@@ -30,6 +30,9 @@ TINY = [
     "--data.batch_size=8",
     "--num_threads=1",
 ]
+"""Options of a tiny training."""
+TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
+"""Those of them that ``test`` and ``predict`` take, whose model comes from a checkpoint."""
 
 KEYS = ["id", "prompt", "response", "response_ids", "reference", "score", "decoder", "num_tokens",
         "num_forwards", "finish_reason", "seconds"]  # fmt: skip

@@ -64,9 +64,10 @@ def test_an_interrupt_at_the_prompt_leaves_and_help_explains_the_order(
     lines = iter(["/help"])
 
     def type_line(prompt: str) -> str:
-        for line in lines:
-            return line
-        raise KeyboardInterrupt
+        line = next(lines, None)
+        if line is None:
+            raise KeyboardInterrupt
+        return line
 
     monkeypatch.setattr("sys.stdin", Terminal())
     monkeypatch.setattr("builtins.input", type_line)
@@ -163,21 +164,20 @@ def test_the_order_groups_what_one_forward_decoded() -> None:
     assert order_line(plan_and_verify()).plain == "order: [4]eb[2]cd"
 
 
-def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for args in (["--max_new_tokens=0"], ["--decoder.slot_size=0"]):
-        assert talk("1", [f"--ckpt_path={MODEL}", *args], monkeypatch) == 2
-        name = args[0][2:].split("=")[0]
-        error = capsys.readouterr().err
-        assert error.startswith(f"refusion-lit: error: {name}: expected an integer of at least "), error
-        assert error.endswith(" or more.\n"), "nothing of the parser's own"
+@pytest.mark.parametrize("name", ["max_new_tokens", "decoder.slot_size"])
+def test_wrong_options_are_refused(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert talk("1", [f"--ckpt_path={MODEL}", f"--{name}=0"], monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"refusion-lit: error: {name}: expected an integer of at least ")
+    assert error.endswith(" or more.\n"), "nothing of the parser's own"
 
 
 def test_a_model_that_does_not_fit_is_refused_before_the_first_question(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(MODEL, tmp_path / "model")
-    assert (
-        talk("", [f"--ckpt_path={tmp_path / 'model'}", "--attention=bidirectional", "--decoder=ReFusion"], monkeypatch)
-        == 2
-    )
+    options = [f"--ckpt_path={tmp_path / 'model'}", "--attention=bidirectional", "--decoder=ReFusion"]
+    assert talk("", options, monkeypatch) == 2
     assert "ReFusion does not fit this model" in capsys.readouterr().err

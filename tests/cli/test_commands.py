@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import refusion_lit
-from cli.conftest import KEYS, QUICKSTART, REPOSITORY, TINY
+from cli.conftest import KEYS, QUICKSTART, REPOSITORY, TINY, TINY_TEST
 from refusion_lit.checkpoints.metadata import METADATA_KEY
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import _use_source, parse_only
@@ -24,7 +24,6 @@ from support.forks import fork, wait
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
-TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 
 
 def test_fit_leaves_config_environment_metrics_and_checkpoint(trained: Path, checkpoint: str) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
-from cli.conftest import QUICKSTART, REPOSITORY, TINY
+from cli.conftest import QUICKSTART, REPOSITORY, TINY, TINY_TEST
 from refusion_lit.cli import main
 
-TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
 

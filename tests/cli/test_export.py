@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import refusion_lit
-from cli.conftest import QUICKSTART, REPOSITORY, TINY
+from cli.conftest import QUICKSTART, REPOSITORY, TINY_TEST
 from refusion_lit.checkpoints.models import read_default_decoder
 from refusion_lit.cli import main
 from refusion_lit.decoding import LLaDA, ReFusion, SelfSpeculative
@@ -21,7 +21,6 @@ from support.forks import run_without_us
 from support.tiny import make_sampling
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
-TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 
 
 def test_export_loads_in_transformers_and_in_ours(checkpoint: str, tmp_path: Path) -> None:

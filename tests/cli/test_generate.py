@@ -14,9 +14,10 @@ import pytest
 import refusion_lit
 from cli.conftest import KEYS, REPOSITORY
 from refusion_lit.cli import main
-from refusion_lit.cli.generate import build_parser, read_prompts
-from refusion_lit.decoding import ReFusion
+from refusion_lit.cli.generate import AnswerStream, build_parser, read_prompts
+from refusion_lit.decoding import ReFusion, RowState
 from refusion_lit.evaluation.predictions import PredictionsFile, write_predictions
+from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 from support.forks import fork, wait
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
@@ -115,11 +116,10 @@ def test_generate_streams_one_prompt(checkpoint: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("to_file", [False, True])
 def test_generate_cuts_at_stop_strings(tmp_path: Path, capsys: pytest.CaptureFixture[str], to_file: bool) -> None:
-    model = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
     output = tmp_path / "out.jsonl"
     args = [
         "generate",
-        f"--ckpt_path={model}",
+        f"--ckpt_path={MODEL}",
         "--prompt=12+34,56+78>",
         '--stop=["6;", "78="]',
         "--decoder.slot_size=4",
@@ -130,10 +130,6 @@ def test_generate_cuts_at_stop_strings(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_beginning_of_a_stop_string_is_not_printed_too_early(capsys: pytest.CaptureFixture[str]) -> None:
-    from refusion_lit.cli.generate import AnswerStream
-    from refusion_lit.decoding import RowState
-    from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
-
     special = SpecialTokens(mask_token_id=2, eos_token_ids=(1,), pad_token_id=0, vocab_size=200)
     text = "one STOP"
     state = RowState(
@@ -141,6 +137,7 @@ def test_the_beginning_of_a_stop_string_is_not_printed_too_early(capsys: pytest.
         sampling=SamplingParams(max_new_tokens=8, stop=(" STOP",)),
         special_tokens=special,
     )
+    # Here the token ids of a character are its code points.
     stream = AnswerStream(lambda ids, **_: "".join(map(chr, ids)), state.sampling, "ReFusion")
     printed = ""
     for place, character in enumerate(text):
@@ -241,3 +238,21 @@ def test_a_refused_schema_keeps_the_answers_of_another_run(tmp_path: Path) -> No
     before = output.read_text()
     assert main([*options, "--overwrite", f"--json_schema={schema}", "--max_new_tokens=2"]) == 2
     assert output.read_text() == before
+
+
+def test_generate_keeps_what_is_not_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out.jsonl"
+    args = ["generate", f"--ckpt_path={MODEL}", "--prompt=12+34,56+78>", "--max_new_tokens=32", f"--output={output}"]
+    output.write_text('{"id": "0", "prompt": "mine"}\n')
+    assert main(args) == 2
+    message = "output: expected a new file, or one with predictions of refusion-lit, got "
+    assert f"{message}'{output}, " in capsys.readouterr().err
+    assert output.read_text() == '{"id": "0", "prompt": "mine"}\n'
+    assert main([*args, "--overwrite"]) == 0
+    first = json.loads(output.read_text())
+    assert first["response"] == "12+34=46;56+78=134;"
+    assert main([*args, "--overwrite", "--max_new_tokens=40"]) == 0
+    assert main([*args, "--resume"]) == 2
+    assert "max_new_tokens was 40, is 32" in capsys.readouterr().err
+    assert main([*args, "--resume", "--max_new_tokens=40"]) == 0
+    assert "nothing left to do" in capsys.readouterr().err

@@ -94,11 +94,11 @@ def test_training_changes_the_logits_and_the_checkpoint_alone_has_them(checkpoin
     before = AutoModelForCausalLM.from_pretrained(base)
     before.resize_token_embeddings(NUM_TOKENS + 1)
     assert (logits(before.eval()) - expected)[..., :NUM_TOKENS].abs().max() > 0.1
-    hidden = base.rename(base.with_name("elsewhere"))
+    moved = base.rename(base.with_name("elsewhere"))
     try:
         torch.testing.assert_close(our_logits(checkpoint), expected)
     finally:
-        hidden.rename(base)
+        moved.rename(base)
 
 
 def test_a_loaded_checkpoint_is_merged_and_decodes_by_the_fused_backbone(checkpoint: Path) -> None:

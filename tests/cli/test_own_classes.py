@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 import refusion_lit
-from cli.conftest import QUICKSTART, REPOSITORY, TINY
+from cli.conftest import QUICKSTART, REPOSITORY, TINY, TINY_TEST
 from refusion_lit.cli import main
 from refusion_lit.data.examples import load_examples
 from refusion_lit.decoding import Branch, Decoder, Draw, Forward, LLaDA, ModelRequirements, ReFusion, RowState
@@ -24,7 +24,6 @@ from refusion_lit.tasks import Additions, Example, Task
 from refusion_lit.tasks.base import Split, score_response
 from refusion_lit.types import Prompt, SamplingParams, SpecialTokens
 
-TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 EXAMPLE = Example(id="e7", query="1+2>", response="3;")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import refusion_lit
-from cli.conftest import QUICKSTART, TINY
+from cli.conftest import QUICKSTART, TINY_TEST
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, ReFusion
 from refusion_lit.engine.checks import ModelMismatchError
@@ -20,7 +20,6 @@ from support.forks import run_without_us
 from support.tiny import make_base, make_sampling
 
 LENGTH = "--max_new_tokens=6"
-TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 
 
 @pytest.fixture(scope="module")

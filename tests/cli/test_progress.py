@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import re
 import sys
@@ -13,7 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cli.conftest import QUICKSTART, REPOSITORY, TINY
+import refusion_lit
+from cli.conftest import QUICKSTART, REPOSITORY, TINY, TINY_TEST
 from refusion_lit.cli import main
 from refusion_lit.cli.decoding_progress import DecodingProgress
 from refusion_lit.cli.messages import show_warnings
@@ -22,8 +22,8 @@ from refusion_lit.cli.trainer_progress import TrainerProgress
 from refusion_lit.decoding import Autoregressive, GenerationCallback, ReFusion
 
 MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
+TINY_WITH_BARS = [option for option in TINY if "progress_bar" not in option]
 PROMPTS = ["12+34>", "11+22,33+44>", "1+2,3+4,5+6>", "99+99>"]
-TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 
 
 class Terminal(io.StringIO):
@@ -47,16 +47,14 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def test_answers_and_tokens_are_counted_within_a_batch() -> None:
-    import refusion_lit
-
     model = refusion_lit.load(MODEL)
-    seen: list[tuple[float, int]] = []
+    counts: list[tuple[float, int]] = []  # of answers and tokens
     progress = DecodingProgress(Console(file=Terminal(), force_terminal=True))
 
     class After(GenerationCallback):
         def on_commit(self, index: int, state: object) -> None:
             (bar,) = progress.tasks
-            seen.append((bar.completed, bar.fields["num_tokens"]))
+            counts.append((bar.completed, bar.fields["num_tokens"]))
 
     num_tokens = 0
     for _ in range(2):  # a second call goes on where the first one ended
@@ -66,15 +64,14 @@ def test_answers_and_tokens_are_counted_within_a_batch() -> None:
     progress.stop()
     (bar,) = progress.tasks
     assert bar.completed == 8
-    assert [tokens for _, tokens in seen] == list(range(1, num_tokens + 1))  # token by token
-    assert len({answers for answers, _ in seen}) > 4  # answers of one batch end one by one
-    rate = int(re.fullmatch(r"answers  ([\d,]+) tokens/s", bar.fields["text"])[1].replace(",", ""))  # type: ignore[index]
-    assert rate == pytest.approx(num_tokens / bar.fields["seconds"], abs=1)
+    assert [tokens for _, tokens in counts] == list(range(1, num_tokens + 1))  # token by token
+    assert len({answers for answers, _ in counts}) > 4  # answers of one batch end one by one
+    shown = re.fullmatch(r"answers  ([\d,]+) tokens/s", bar.fields["text"])
+    assert shown is not None
+    assert int(shown[1].replace(",", "")) == pytest.approx(num_tokens / bar.fields["seconds"], abs=1)
 
 
 def test_tokens_after_the_end_are_not_counted() -> None:
-    import refusion_lit
-
     model, progress = refusion_lit.load(MODEL), DecodingProgress(Console(file=io.StringIO()))
     rows = model.generate(PROMPTS, decoder=ReFusion(), max_new_tokens=64, callbacks=[progress.watch("a", 4)])
     assert progress.tasks[0].fields["num_tokens"] == sum(row.num_tokens for row in rows)
@@ -114,8 +111,7 @@ def test_fit_shows_steps_and_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     terminal = at_terminal(monkeypatch)
-    tiny = [option for option in TINY if "progress_bar" not in option]
-    assert main(["fit", "--config", QUICKSTART, *tiny, f"--runs_dir={tmp_path}"]) == 0
+    assert main(["fit", "--config", QUICKSTART, *TINY_WITH_BARS, f"--runs_dir={tmp_path}"]) == 0
     shown, out = terminal.text, capsys.readouterr().out
     assert "step 2/4: train/loss " in shown
     assert "step 4/4: train/loss " in shown
@@ -126,8 +122,9 @@ def test_fit_shows_steps_and_losses(
 
 
 def test_the_last_line_has_the_validation_of_the_last_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = [option for option in TINY if "progress_bar" not in option]
-    assert main(["fit", "--config", QUICKSTART, *tiny, "--trainer.max_steps=3", f"--runs_dir={tmp_path}"]) == 0
+    assert (
+        main(["fit", "--config", QUICKSTART, *TINY_WITH_BARS, "--trainer.max_steps=3", f"--runs_dir={tmp_path}"]) == 0
+    )
     lines = capsys.readouterr().err.splitlines()
     losses = [re.search(r"train/loss [\d.e+-]+, val/loss [\d.e+-]+", line) for line in lines if "step 3" in line]
     assert len(losses) == 2
@@ -137,16 +134,14 @@ def test_the_last_line_has_the_validation_of_the_last_step(tmp_path: Path, capsy
 
 def test_the_bar_of_a_training_has_one_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = at_terminal(monkeypatch)
-    tiny = [option for option in TINY if "progress_bar" not in option]
-    assert main(["fit", "--config", QUICKSTART, *tiny, f"--runs_dir={tmp_path}"]) == 0
+    assert main(["fit", "--config", QUICKSTART, *TINY_WITH_BARS, f"--runs_dir={tmp_path}"]) == 0
     bars = [line for line in re.split(r"[\r\n]", terminal.text) if line.startswith("training ") and "steps/s" in line]
     assert bars
     assert not any(" left" in line for line in bars)
 
 
 def test_without_a_terminal_there_are_lines_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = [option for option in TINY if "progress_bar" not in option]
-    assert main(["fit", "--config", QUICKSTART, *tiny, f"--runs_dir={tmp_path}"]) == 0
+    assert main(["fit", "--config", QUICKSTART, *TINY_WITH_BARS, f"--runs_dir={tmp_path}"]) == 0
     error = capsys.readouterr().err
     assert "step 2/4: train/loss " in error
     assert "\x1b" not in error
@@ -156,9 +151,8 @@ def test_without_a_terminal_there_are_lines_only(tmp_path: Path, capsys: pytest.
 def test_a_training_without_a_loss_to_show_ends_with_a_plain_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny = [option for option in TINY if "progress_bar" not in option]
     few = ["--trainer.max_steps=1", "--trainer.log_every_n_steps=5", "--trainer.limit_val_batches=0"]
-    assert main(["fit", "--config", QUICKSTART, *tiny, *few, f"--runs_dir={tmp_path}"]) == 0
+    assert main(["fit", "--config", QUICKSTART, *TINY_WITH_BARS, *few, f"--runs_dir={tmp_path}"]) == 0
     assert re.search(r"^trained to step 1 in 0:00:\d\d$", capsys.readouterr().err, re.M)
 
 
@@ -187,23 +181,3 @@ def test_only_warnings_of_lightning_are_shown(capsys: pytest.CaptureFixture[str]
     logger.info("GPU available: False")
     logger.warning("something\nto know")
     assert capsys.readouterr().err == "refusion-lit: warning: something to know\n"
-
-
-def test_generate_keeps_what_is_not_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "out.jsonl"
-    args = ["generate", f"--ckpt_path={MODEL}", "--prompt=12+34,56+78>", "--max_new_tokens=32", f"--output={output}"]
-    output.write_text('{"id": "0", "prompt": "mine"}\n')
-    assert main(args) == 2
-    assert (
-        f"output: expected a new file, or one with predictions of refusion-lit, got '{output}, "
-        in capsys.readouterr().err
-    )
-    assert output.read_text() == '{"id": "0", "prompt": "mine"}\n'
-    assert main([*args, "--overwrite"]) == 0
-    first = json.loads(output.read_text())
-    assert first["response"] == "12+34=46;56+78=134;"
-    assert main([*args, "--overwrite", "--max_new_tokens=40"]) == 0
-    assert main([*args, "--resume"]) == 2
-    assert "max_new_tokens was 40, is 32" in capsys.readouterr().err
-    assert main([*args, "--resume", "--max_new_tokens=40"]) == 0
-    assert "nothing left to do" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from cli.conftest import QUICKSTART, TINY
+from cli.conftest import QUICKSTART, TINY, TINY_TEST
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import RefusionCLI
 from refusion_lit.cli.resume import expand_resume
@@ -24,7 +24,6 @@ from refusion_lit.training.module import SlotDiffusionModule
 from refusion_lit.utils.files import acquire_lock, release_lock
 
 # TINY without options of the trainer and of a new model, because these commands read a checkpoint.
-TINY_TEST = [option for option in TINY if "trainer." not in option and "backbone" not in option]
 
 
 def read_step(path: Path) -> int:

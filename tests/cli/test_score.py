@@ -107,37 +107,45 @@ def test_a_full_disk_is_named_and_keeps_the_old_scores(
     assert main(score_args) == 0  # it is still known as its own
 
 
-def test_wrong_use_is_one_line(score_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows: dict[str, list[dict[str, object]]] = {
-        "twice": [{"id": "test:test.jsonl:1", "response": ""}] * 2,
-        "unknown": [{"id": "nobody", "response": ""}],
-        "fields": [{"id": "test:test.jsonl:1"}],
-        "empty": [],
-    }
-    wrong = {
-        name: ["score", _write_rows(tmp_path / f"{name}.jsonl", lines), *score_args[2:]] for name, lines in rows.items()
-    }
-    wrong["missing"] = ["score", str(tmp_path / "no.jsonl"), *score_args[2:]]
-    wrong["same"] = [*score_args, f"--output={score_args[1]}"]
-    wrong["folder"] = [*score_args, f"--output={tmp_path / 'none' / 'p.jsonl'}"]
-    wrong["a directory"] = ["score", ".", *score_args[2:]]
-    wrong["flag"] = [*score_args, "--overwrite=true"]
-    wrong["packed"] = [*score_args, f"--output={tmp_path / 'p.jsonl.gz'}"]  # which would be read as a compressed file
-    messages = {
-        "flag": "overwrite: ",
-        "packed": "output: expected a name without .gz",
-        "a directory": "predictions: expected a file, got '.'",
-        "folder": "output: expected a file in a directory that exists",
-        "twice": "predictions: expected different ids, got 'test:test.jsonl:1 2 times in",
-        "unknown": "1 of 1 ids",
-        "fields": "fields.jsonl:1: expected a field 'response'; it has 'id'",
-        "empty": "empty.jsonl'",
-        "missing": "no.jsonl: expected a data file",
-        "same": "output: expected a file other than",
-    }
-    for name, arguments in wrong.items():
-        assert main(arguments) == 2, name
-        assert messages[name] in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"id": "test:test.jsonl:1", "response": ""}] * 2,
+         "predictions: expected different ids, got 'test:test.jsonl:1 2 times in"),
+        ([{"id": "nobody", "response": ""}], "1 of 1 ids"),
+        ([{"id": "test:test.jsonl:1"}], "wrong.jsonl:1: expected a field 'response'; it has 'id'"),
+        ([], "wrong.jsonl'"),
+    ],
+    ids=["the same id twice", "an unknown id", "no response", "no lines"],
+)  # fmt: skip
+def test_predictions_that_cannot_be_scored_are_refused(
+    rows: list[dict[str, object]],
+    message: str,
+    score_args: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["score", _write_rows(tmp_path / "wrong.jsonl", rows), *score_args[2:]]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_wrong_arguments_are_refused(score_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command, predictions, *task = score_args
+    cases = [
+        ([command, str(tmp_path / "no.jsonl"), *task], "no.jsonl: expected a data file"),
+        ([command, ".", *task], "predictions: expected a file, got '.'"),
+        ([*score_args, f"--output={predictions}"], "output: expected a file other than"),
+        (
+            [*score_args, f"--output={tmp_path / 'none' / 'p.jsonl'}"],
+            "output: expected a file in a directory that exists",
+        ),
+        # It would be read as a compressed file.
+        ([*score_args, f"--output={tmp_path / 'p.jsonl.gz'}"], "output: expected a name without .gz"),
+        ([*score_args, "--overwrite=true"], "overwrite: "),
+    ]
+    for arguments, message in cases:
+        assert main(arguments) == 2, message
+        assert message in capsys.readouterr().err
 
 
 def test_code_is_run_only_if_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

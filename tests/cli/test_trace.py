@@ -104,4 +104,5 @@ def test_only_traces_are_replaced(name: str, tmp_path: Path, capsys: pytest.Capt
     assert f"output: expected a new file, or one with a trace, got '{output}, " in capsys.readouterr().err
     assert output.read_text() == "notes"
     output.unlink()
-    assert main(trace) == main(trace) == 0
+    assert main(trace) == 0
+    assert main(trace) == 0, "a trace is replaced"

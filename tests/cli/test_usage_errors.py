@@ -144,8 +144,8 @@ def test_a_boolean_option_alone_means_true_beside_a_trainer(cli: RefusionCLI, mo
     given = ["--trainer.enable_model_summary", "false", "--model.decoding.share_prefixes=false"]
     parsed = cli.parse(["fit", *alone, *given, "--config", QUICKSTART]).fit
     trainer, decoding = parsed.trainer, parsed.model.decoding
-    assert trainer.enable_progress_bar is trainer.fast_dev_run is decoding.allow_mismatch is True
-    assert trainer.enable_model_summary is decoding.share_prefixes is False
+    assert [trainer.enable_progress_bar, trainer.fast_dev_run, decoding.allow_mismatch] == [True, True, True]
+    assert [trainer.enable_model_summary, decoding.share_prefixes] == [False, False]
 
 
 @pytest.mark.parametrize(

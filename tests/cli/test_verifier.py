@@ -89,11 +89,14 @@ def test_the_context_of_a_chat_is_the_shorter_one() -> None:
     options: Any = build_parser().parse(
         ["--ckpt_path=any", "--decoder=APD", f"--verifier={ADDITIONS}", "--max_new_tokens=16"]
     )
-    chat = Chat(
-        Setup(model, options.decoder, build_sampling(options), DecodingOptions()), None, Console(file=io.StringIO())
-    )
+    shown = io.StringIO()
+    setup = Setup(model, options.decoder, build_sampling(options), DecodingOptions())
+    chat = Chat(setup, None, Console(file=shown, width=200))
+    # A character is a token: the earlier turn and the question have 46. The verifier's context holds 40, of which the
+    # answer may take 16.
     chat.turns = [("2" * 20, "3" * 20)]
     chat.ask("12+34")
+    assert "1 earlier turns are left out: the context is full" in shown.getvalue()
     assert len(chat.turns) == 2
 
 

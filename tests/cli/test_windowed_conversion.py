@@ -77,14 +77,14 @@ def check_export(checkpoint: Path, model: TextModel, directory: Path) -> None:
     library: Any = AutoModelForCausalLM.from_pretrained(directory)
     for query in ("12+34>", "12+34,56+78,90+11>"):
         prompt = torch.tensor([model.encode(query)])
-        room = WINDOW - prompt.shape[1]
-        room -= room % 16  # two blocks of whole slots
+        num_left = WINDOW - prompt.shape[1]
+        max_new_tokens = num_left - num_left % 16  # two blocks of whole slots of 8 tokens
         options = {"custom_generate": str(directory), "trust_remote_code": True}
-        [row] = model.generate([query], decoder=ReFusion(num_serial_blocks=2), max_new_tokens=room)
-        text = library.generate(prompt, max_new_tokens=room, **options)[0, prompt.shape[1] :]
+        [row] = model.generate([query], decoder=ReFusion(num_serial_blocks=2), max_new_tokens=max_new_tokens)
+        text = library.generate(prompt, max_new_tokens=max_new_tokens, **options)[0, prompt.shape[1] :]
         assert text.tolist() == row.token_ids
         with pytest.raises(ValueError, match="max_new_tokens"):
-            library.generate(prompt, max_new_tokens=WINDOW - prompt.shape[1] + 1, **options)
+            library.generate(prompt, max_new_tokens=num_left + 1, **options)
 
 
 def test_samples_longer_than_the_window_are_refused_in_one_line(

@@ -16,16 +16,17 @@ from refusion_lit.tasks import Additions
 
 
 @settings(max_examples=30, deadline=None)
-@given(lengths=st.lists(st.integers(1, 20), max_size=60), room=st.integers(0, 30), seed=st.integers(0, 3))
-def test_each_sample_once_and_no_row_too_long(lengths: list[int], room: int, seed: int) -> None:
-    rows = pack_samples(lengths, 20 + room, seed=seed)
+@given(lengths=st.lists(st.integers(1, 20), max_size=60), spare=st.integers(0, 30), seed=st.integers(0, 3))
+def test_each_sample_once_and_no_row_too_long(lengths: list[int], spare: int, seed: int) -> None:
+    row_length = 20 + spare  # the longest sample fits
+    rows = pack_samples(lengths, row_length, seed=seed)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     loads = [sum(lengths[i] for i in row) for row in rows]
-    assert all(0 < load <= 20 + room for load in loads)
-    assert rows == pack_samples(lengths, 20 + room, seed=seed)
+    assert all(0 < load <= row_length for load in loads)
+    assert rows == pack_samples(lengths, row_length, seed=seed)
     # Best fit never opens a row while another has room: no two rows fit in one.
     smallest = sorted(loads)[:2]
-    assert len(smallest) < 2 or sum(smallest) > 20 + room
+    assert len(smallest) < 2 or sum(smallest) > row_length
 
 
 @settings(max_examples=5, deadline=None)
@@ -54,18 +55,18 @@ def test_the_data_module_packs_training_batches_alone(num_train: int, monkeypatc
     task = Additions(num_train=num_train, num_validation=4, num_test=4)
     data = InstructionDataModule(task, CharacterTokenizer(), batch_size=3, max_length=128, pack_length=256)
     loader = data.train_dataloader()
-    seen: list[str] = []
+    ids: list[str] = []
     for micro_batch in loader:
         batch = micro_batch.batch
         assert batch.rows is not None
         lengths = torch.zeros(3, dtype=torch.long)
         lengths.index_add_(0, batch.rows, batch.ends)
         assert lengths.max() <= 256
-        seen += batch.ids
-        if len(seen) > 500:
+        ids += batch.ids
+        if len(ids) > 500:
             break
-    assert len(seen) == len(set(seen))
-    assert len(seen) > (40 if num_train == 60 else 500)
+    assert len(ids) == len(set(ids))
+    assert len(ids) > (40 if num_train == 60 else 500)  # the last batch of an epoch, if it is short, is left out
     assert next(iter(data.val_dataloader())).rows is None
 
 

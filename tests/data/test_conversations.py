@@ -88,6 +88,7 @@ def test_tokens_that_include_white_space_do_so_beside_names_in_texts() -> None:
     )
     for query in ("the @@ cat", "\n the @@ cat \n", "@@"):
         plain, named = (encode_prompt(tokenizer, query.replace("@@", name)) for name in ("@@", "<|mask|>"))
+        # Apart from the name or @@ itself, the tokens are the same.
         for text, ids in (("@@", plain), ("<|mask|>", named)):
             place = tokenizer.convert_ids_to_tokens(ids).index(text[0])
             names = encode_text(tokenizer, text)
@@ -97,7 +98,9 @@ def test_tokens_that_include_white_space_do_so_beside_names_in_texts() -> None:
 
 
 @given(text=TEXTS, template=st.sampled_from(["{query}", "<|turn|>{query}<|eos|>{query}", "the {query}"]))
-def test_prompt_templates_likewise(plain: PreTrainedTokenizerBase, text: str, template: str) -> None:
+def test_special_ids_of_a_prompt_template_come_from_it_alone(
+    plain: PreTrainedTokenizerBase, text: str, template: str
+) -> None:
     assume(text or template != "{query}")
     ids = encode_prompt(plain, text, template)
     assert plain.decode(ids) == template.replace("{query}", text)

@@ -43,9 +43,9 @@ def test_each_sample_once_over_all_ranks(
 
     ranks = [batches(rank) for rank in range(num_ranks)]
     assert {len(rank_batches) for rank_batches in ranks} == {num_samples // (batch_size * num_ranks)}
-    seen = Counter(i for rank_batches in ranks for batch in rank_batches for i in batch)
-    assert max(seen.values()) == 1
-    assert num_samples - len(seen) < batch_size * num_ranks
+    num_uses = Counter(i for rank_batches in ranks for batch in rank_batches for i in batch)
+    assert max(num_uses.values()) == 1
+    assert num_samples - len(num_uses) < batch_size * num_ranks, "less than a batch for every rank is left out"
     assert ranks == [batches(rank) for rank in range(num_ranks)]
 
 
@@ -82,20 +82,21 @@ def test_sizes_below_one_are_refused(option: str) -> None:
             InstructionDataModule(task, CharacterTokenizer(), **{option: value})
 
 
-@pytest.mark.parametrize("num_train", [40, 30_000])  # kept, and encoded as drawn
+@pytest.mark.parametrize("num_train", [40, 30_000], ids=["encoded before training", "encoded when read"])
 def test_a_generated_task_from_text_to_batches(num_train: int) -> None:
     task = Additions(num_train=num_train, num_validation=6, num_test=5)
     data = InstructionDataModule(task, CharacterTokenizer(), batch_size=4, eval_batch_size=3)
     batch = next(iter(data.train_dataloader())).batch
-    texts = {e.id: e for e in (task.examples("train")[i] for i in range(num_train))} if num_train < 100 else {}
+    examples = {example.id: example for example in task.examples("train")} if num_train < 100 else {}  # otherwise slow
     for row, length, response_length, identity in zip(
         batch.input_ids, batch.prompt_lengths, batch.response_lengths, batch.ids, strict=True
     ):
         prompt = data.built_tokenizer.decode(row[:length])
         response = data.built_tokenizer.decode(row[length : length + response_length], skip_special_tokens=True)
-        assert eval(response.split("=")[0]) == int(response.split("=")[1].split(";")[0])
-        if texts:
-            assert (prompt, response) == (texts[identity].query, texts[identity].response)
+        question, result = response.split(";")[0].split("=")
+        assert eval(question) == int(result)
+        if examples:
+            assert (prompt, response) == (examples[identity].query, examples[identity].response)
     assert [len(b.ids) for b in data.val_dataloader()] == [3, 3]
     prompts = [p for b in data.test_dataloader() for p in b.prompts]
     assert [p.id for p in prompts] == [e.id for e in task.examples("test")]
@@ -107,8 +108,9 @@ def test_workers_change_no_batch() -> None:
     for workers in (0, 1):
         data = InstructionDataModule(task, CharacterTokenizer(), batch_size=8, num_workers=workers)
         batches.append([b.batch.input_ids for b in data.train_dataloader()])
-    for one, other in zip(*batches, strict=True):
-        torch.testing.assert_close(one, other)
+    without, with_worker = batches
+    for expected, actual in zip(without, with_worker, strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_files_with_too_long_and_malformed_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -146,9 +148,10 @@ def test_validation_samples_that_are_trained_are_named_once(tmp_path: Path) -> N
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             data.warn_of_shared_samples()
-        assert [("data.task.validation" in str(w.message), expected in str(w.message)) for w in caught] == (
-            [(True, True)] if expected else []
-        )
+        assert len(caught) == bool(expected)
+        for warning in caught:
+            assert "data.task.validation" in str(warning.message)
+            assert expected in str(warning.message)
 
 
 def test_impossible_options_are_refused() -> None:

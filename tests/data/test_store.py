@@ -23,23 +23,7 @@ def write(path: Path, rows: list[dict[str, str]]) -> str:
     return str(path)
 
 
-def test_what_goes_in_comes_out(tmp_path: Path) -> None:
-    data = files(tmp_path, ROWS)
-    samples = [sample for batch in data.train_dataloader() for sample in batch_texts(data, batch.batch)]
-    assert sorted(samples) == [(row["query"], row["response"]) for row in ROWS]
-
-
-def test_malformed_examples_are_raised_or_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    rows = [*ROWS, {"query": "unknown", "response": "r"}]
-    data = files(tmp_path, rows, malformed="skip")
-    assert len(data.train_dataloader()) == len(ROWS)
-    assert re.search("1 .*malformed", caplog.text)
-    with pytest.raises(ValueError, match="no token for"):
-        files(tmp_path, rows).train_dataloader()
-
-
-def files(folder: Path, rows: list[dict[str, str]], **options: Any) -> InstructionDataModule:
+def make_data(folder: Path, rows: list[dict[str, str]], **options: Any) -> InstructionDataModule:
     """Return a data module over rows."""
     task = InstructionFiles(train=write(folder / "rows.jsonl", rows), validation_fraction=0, **options)
     return InstructionDataModule(task, CharacterTokenizer(characters="qr0123456789"), batch_size=1)
@@ -50,6 +34,22 @@ def batch_texts(data: InstructionDataModule, batch: ResponseBatch) -> list[tuple
     decode = data.built_tokenizer.decode
     lengths = zip(batch.input_ids, batch.prompt_lengths, batch.response_lengths, strict=True)
     return [(decode(ids[:prompt]), decode(ids[prompt : prompt + response - 1])) for ids, prompt, response in lengths]
+
+
+def test_what_goes_in_comes_out(tmp_path: Path) -> None:
+    data = make_data(tmp_path, ROWS)
+    samples = [sample for batch in data.train_dataloader() for sample in batch_texts(data, batch.batch)]
+    assert sorted(samples) == [(row["query"], row["response"]) for row in ROWS]
+
+
+def test_malformed_examples_are_raised_or_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    rows = [*ROWS, {"query": "unknown", "response": "r"}]
+    data = make_data(tmp_path, rows, malformed="skip")
+    assert len(data.train_dataloader()) == len(ROWS)
+    assert re.search("1 .*malformed", caplog.text)
+    with pytest.raises(ValueError, match="no token for"):
+        make_data(tmp_path, rows).train_dataloader()
 
 
 def test_large_files_are_encoded_beforehand_and_too_long_samples_dropped(

@@ -31,7 +31,7 @@ class Slipping(Autoregressive):
         return self.change(super().corrupt(*args, **options))
 
 
-def with_(corrupted: CorruptedBatch, **changes: Any) -> CorruptedBatch:
+def set_attributes(corrupted: CorruptedBatch, **changes: Any) -> CorruptedBatch:
     """Set attributes, which the suite's check of shapes does not see."""
     for name, value in changes.items():
         setattr(corrupted, name, value)
@@ -49,13 +49,19 @@ def corrupt(objective: Objective) -> CorruptedBatch:
     [
         (lambda _: None, r"Slipping.corrupt: expected a CorruptedBatch, got None; return one"),
         (
-            lambda x: with_(x, labels=x.labels[:, 1:]),
+            lambda x: set_attributes(x, labels=x.labels[:, 1:]),
             r"corrupt: labels: expected the shape of input_ids, \(2, 5\), got",
         ),
-        (lambda x: with_(x, weights=x.weights[0]), r"corrupt: weights: expected the shape of input_ids"),
-        (lambda x: with_(x, input_ids=x.input_ids[:1]), r"corrupt: input_ids: expected 2 rows, one per view and sam"),
-        (lambda x: with_(x, num_views=2), r"corrupt: input_ids: expected 4 rows"),
-        (lambda x: with_(x, counts=torch.ones(2)), r"corrupt: counts: expected one per term, \(1,\), got \(2,\)"),
+        (lambda x: set_attributes(x, weights=x.weights[0]), r"corrupt: weights: expected the shape of input_ids"),
+        (
+            lambda x: set_attributes(x, input_ids=x.input_ids[:1]),
+            r"corrupt: input_ids: expected 2 rows, one per view and sam",
+        ),
+        (lambda x: set_attributes(x, num_views=2), r"corrupt: input_ids: expected 4 rows"),
+        (
+            lambda x: set_attributes(x, counts=torch.ones(2)),
+            r"corrupt: counts: expected one per term, \(1,\), got \(2,\)",
+        ),
     ],
 )
 def test_tensors_of_other_shapes_are_refused(change: Callable[[CorruptedBatch], Any], message: str) -> None:
@@ -67,10 +73,9 @@ def test_attention_that_is_not_causal_is_stated() -> None:
     """Left out, the model would be trained with causal attention."""
     whole = Masked.corrupt
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Masked, "corrupt", lambda *args, **options: with_(whole(*args, **options), visible=None))
-        with pytest.raises(
-            ValueError, match="corrupt: visible: expected the ranges of bidirectional attention, got No"
-        ):
+        patch.setattr(Masked, "corrupt", lambda *args, **options: set_attributes(whole(*args, **options), visible=None))
+        message = "corrupt: visible: expected the ranges of bidirectional attention, got None"
+        with pytest.raises(ValueError, match=message):
             corrupt(Masked())
     assert corrupt(Masked()).visible is not None
 

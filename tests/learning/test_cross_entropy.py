@@ -100,7 +100,7 @@ def test_default_chunk_fills_64_megabytes_in_float32() -> None:
 
     def head(values: torch.Tensor) -> torch.Tensor:
         calls.append(len(values))
-        return torch.zeros(len(values), 2**16)
+        return torch.zeros(len(values), 2**16)  # a position's logits take 2**18 bytes, 256 positions 2**26
 
     places, labels = torch.zeros(1, 257), torch.zeros(1, 257, dtype=torch.long)
     with torch.no_grad():

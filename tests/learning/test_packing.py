@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from refusion_lit.contrib import SoftTail
-from refusion_lit.learning.batch import CorruptedBatch, LossOutput, ResponseBatch
+from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch, LossOutput, ResponseBatch
 from refusion_lit.learning.packing import lay_out, pack
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.noise import KeyedNoise
@@ -91,8 +91,20 @@ def test_loss_and_gradients_are_those_without_packing(
     actual, gradients = loss_and_gradients(backbone, objective, packed)
     torch.testing.assert_close(actual.sums, expected.sums, rtol=1e-9, atol=1e-9)
     assert torch.equal(actual.counts, expected.counts)
-    for one, other in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-7, atol=1e-9)
+
+
+def count_needed_positions(labels: torch.Tensor, mask: torch.Tensor) -> int:
+    """Return the number of a row's positions that have a label, or are seen from such a position through any others."""
+    found: set[int] = set()
+    waiting = labels.ne(IGNORE_INDEX).nonzero()[:, 0].tolist() or [0]  # no row may be empty
+    while waiting:
+        position = waiting.pop()
+        if position not in found:
+            found.add(position)
+            waiting += mask[position].nonzero()[:, 0].tolist()
+    return len(found)
 
 
 @each_objective
@@ -112,17 +124,10 @@ def test_dropped_positions_change_neither_loss_nor_gradients(
         actual, gradients = loss_and_gradients(make_backbone(), objective, shorter)
         torch.testing.assert_close(actual.sums, expected.sums, rtol=1e-9, atol=1e-9)
         assert torch.equal(actual.counts, expected.counts)
-        for one, other in zip(gradients, expected_gradients, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
+        for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+            torch.testing.assert_close(gradient, expected_gradient, rtol=1e-7, atol=1e-9)
     mask = attention_mask(plain)
-    widths = []
-    for row, labels in enumerate(plain.labels):
-        found, waiting = set(), labels.ne(-100).nonzero()[:, 0].tolist() or [0]  # no row may be empty
-        while waiting:
-            if (token := waiting.pop()) not in found:
-                found.add(token)
-                waiting += mask[row][token].nonzero()[:, 0].tolist()
-        widths.append(len(found))
+    widths = [count_needed_positions(labels, row_mask) for labels, row_mask in zip(plain.labels, mask, strict=True)]
     assert dropped.input_ids.shape[1] == max(widths)
     sums = torch.tensor(widths).view(plain.num_views, -1) @ torch.nn.functional.one_hot(rows)
     assert packed.input_ids.shape[1] == sums.max()
@@ -134,7 +139,7 @@ def chain() -> CorruptedBatch:
     return CorruptedBatch(
         input_ids=torch.tensor([[5, 6, 7, 8]]),
         position_ids=torch.arange(4)[None],
-        labels=torch.tensor([[-100, -100, -100, 9]]),
+        labels=torch.tensor([[IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX, 9]]),
         weights=torch.ones(1, 4),
         terms=torch.zeros(1, 4, dtype=torch.long),
         counts=torch.ones(1),
@@ -145,7 +150,7 @@ def chain() -> CorruptedBatch:
 
 def test_a_position_that_is_seen_through_another_stays() -> None:
     dropped = lay_out(chain(), None, pad_token_id=PAD)
-    assert (dropped.input_ids.tolist(), dropped.labels.tolist()) == ([[5, 6, 8]], [[-100, -100, 9]])
+    assert (dropped.input_ids.tolist(), dropped.labels.tolist()) == ([[5, 6, 8]], [[IGNORE_INDEX, IGNORE_INDEX, 9]])
     assert attention_mask(dropped)[0].tolist() == [[True, False, False], [True, True, False], [False, True, False]]
 
 
@@ -158,6 +163,12 @@ def test_batches_that_cannot_be_packed_stay_as_they_are(field: dict[str, Any]) -
     assert lay_out(batch, None, pad_token_id=PAD) is batch
 
 
+@torch.no_grad()
+def loss_sums(backbone: Backbone, objective: Objective, corrupted: CorruptedBatch) -> torch.Tensor:
+    hidden = backbone(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
+    return objective.loss(hidden, backbone.head, corrupted).sums
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_flex_attention_packs_alike(make_backbone: Callable[..., Backbone]) -> None:
@@ -166,21 +177,34 @@ def test_flex_attention_packs_alike(make_backbone: Callable[..., Backbone]) -> N
     try:
         for objective in OBJECTIVES:
             plain = corrupt(objective, batch)
-            with torch.no_grad():
-                sums = [
-                    objective.loss(
-                        model(corrupted.input_ids, corrupted.position_ids, corrupted.visible),
-                        model.head,
-                        corrupted,
-                    ).sums
-                    for model, corrupted in (
-                        (make_backbone("sdpa").float(), plain),
-                        (make_backbone("flex_attention").float(), pack(plain, rows, pad_token_id=PAD)),
-                    )
-                ]
-            torch.testing.assert_close(sums[1], sums[0], rtol=1e-4, atol=1e-4)
+            packed = pack(plain, rows, pad_token_id=PAD)
+            expected = loss_sums(make_backbone("sdpa").float(), objective, plain)
+            actual = loss_sums(make_backbone("flex_attention").float(), objective, packed)
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     finally:
         torch.compiler.set_stance("default")
+
+
+def join_masks(plain: CorruptedBatch, members: list[int], places: list[torch.Tensor], width: int) -> torch.Tensor:
+    """Return the mask of a row that holds samples one after the other, each of which sees what it sees alone.
+
+    Args:
+        plain: The samples, one a row.
+        members: Rows of the samples.
+        places: Where the samples' tokens are, without padding.
+        width: Length of the row; padding sees itself.
+    """
+    joined = torch.eye(width, dtype=torch.bool)
+    mask = attention_mask(plain)
+    start = 0
+    for member, place in zip(members, places, strict=True):
+        stop = start + len(place)
+        is_causal = mask is None
+        joined[start:stop, start:stop] = (
+            torch.ones(len(place), len(place)).tril().bool() if is_causal else mask[member][place][:, place]
+        )
+        start = stop
+    return joined
 
 
 @each_objective
@@ -205,19 +229,12 @@ def test_rows_hold_their_samples_unchanged_and_apart(objective: Objective, sampl
                 actual = getattr(packed, name)[number]
                 expected = torch.cat([getattr(plain, name)[m, p] for m, p in zip(members, places, strict=True)])
                 assert torch.equal(actual[: len(expected)], expected), name
-            expected_mask = torch.eye(width, dtype=torch.bool)
-            start = 0
-            for member, place in zip(members, places, strict=True):
-                size = len(place)
-                mask = attention_mask(plain)
-                visible = torch.ones(size, size).tril().bool() if mask is None else mask[member][place][:, place]
-                expected_mask[start : start + size, start : start + size] = visible
-                start += size
-            assert torch.equal(attention_mask(packed)[number], expected_mask)
+            assert torch.equal(attention_mask(packed)[number], join_masks(plain, members, places, width))
             assert packed.is_real is not None
-            assert packed.is_real[number].tolist() == [True] * start + [False] * (width - start)
-            assert (packed.labels[number, start:] == -100).all()
-            assert (packed.input_ids[number, start:] == PAD).all()
+            length = sum(len(place) for place in places)
+            assert packed.is_real[number].tolist() == [True] * length + [False] * (width - length)
+            assert (packed.labels[number, length:] == IGNORE_INDEX).all()
+            assert (packed.input_ids[number, length:] == PAD).all()
     widest = max(int(packed.is_real[number].sum()) for number in range(len(packed.input_ids)))
     assert width == widest
 
@@ -225,7 +242,6 @@ def test_rows_hold_their_samples_unchanged_and_apart(objective: Objective, sampl
 def test_an_objective_that_does_not_say_what_is_real_is_refused() -> None:
     batch, rows = make_batch([(1, 3, 0)])
     silent = replace(corrupt(Autoregressive(), batch), is_real=None)
-    with pytest.raises(
-        ValueError, match=r"data\.pack_length: expected an objective that supports packing, got one that"
-    ):
+    message = r"data\.pack_length: expected an objective that supports packing, got one that"
+    with pytest.raises(ValueError, match=message):
         pack(silent, rows, pad_token_id=PAD)

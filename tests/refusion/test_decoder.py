@@ -117,7 +117,7 @@ def test_where_a_draft_is_rejected_masks_draft_the_rest_in_the_same_forward() ->
 
 def test_the_models_choices_after_a_rejected_draft_are_the_next_drafts() -> None:
     # Masks are always wrong here. An oracle does not depend on its input: its choices after a wrong draft are right.
-    model = OracleModel(oracle_text(None), certainty=make_certainty(2, 64, {*range(1, 64)}))
+    model = OracleModel(oracle_text(None), certainty=make_certainty(2, 64, set(range(1, 64))))
     decoder = ReFusion(slot_size=64, num_serial_blocks=1, infill="bonus", num_drafts=3)
     [row] = decode(model, decoder, [make_prompt([5, 6])], SamplingParams(max_new_tokens=64), trace=True).rows
     assert row.token_ids == [oracle_text(None)(place) for place in range(2, 66)]
@@ -162,6 +162,8 @@ def test_slots_before_an_eos_token_found_by_an_infill_are_still_decoded() -> Non
     decoder = ReFusion(fused=False, infill_layout="reference", slot_size=4, num_serial_blocks=1)
     [row] = decode(model, decoder, [make_prompt([5, MASK, EOS])], SamplingParams(max_new_tokens=16), trace=True).rows
     assert row.token_ids == [oracle_text(9)(place) for place in range(3, 10)]
+    # Of the two certain slots: the plan of all four, the verification, and two rounds of infilling (drafts, then their
+    # verification) that each leave one token fewer. Slot 0 takes three rounds.
     certain_slots = [(1, 3 + 16), (1, 8), (2, 4), (2, 4), (2, 3), (2, 3)]
     slot_0 = [(1, 4), (1, 4), (1, 4), (1, 4), (1, 3), (1, 3), (1, 2), (1, 2)]
     assert row.forward_shapes == certain_slots + slot_0
@@ -170,30 +172,31 @@ def test_slots_before_an_eos_token_found_by_an_infill_are_still_decoded() -> Non
     assert row.finish_reason == "eos"
 
 
-@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 6])
 def test_nothing_is_decoded_after_an_eos_token_that_a_verification_accepts(num_blocks: int) -> None:
     model = OracleModel(oracle_text(2 + 5))
     decoder = ReFusion(fused=False, slot_size=4, num_serial_blocks=num_blocks)
     [row] = decode(model, decoder, [make_prompt([5, 6])], SamplingParams(max_new_tokens=24)).rows
     assert row.token_ids == [oracle_text(7)(place) for place in range(2, 8)]
-    length = 24 // num_blocks
-    if length == 4:
-        assert row.forward_shapes == [(1, 6), (1, 4), (1, 4), (1, 4)]
+    length = 24 // num_blocks  # of a serial block
+    if length == 4:  # the EOS token is in the second block
+        assert row.forward_shapes == [(1, 2 + 4), (1, 4), (1, 4), (1, 4)]
     else:
         assert row.forward_shapes == [(1, 2 + length), (1, length)]
 
 
-def test_slots_beyond_the_budget_cost_no_forward_pass() -> None:
-    # Of three serial blocks of two slots, 9 tokens need both slots of the first and one slot of the second.
+def test_slots_beyond_the_budget_cost_no_further_forward_pass() -> None:
+    # 9 tokens are three slots, one in each serial block: each block is planned and verified.
     model = OracleModel(oracle_text(None))
     decoder = ReFusion(fused=False, slot_size=4, num_serial_blocks=3)
     [row] = decode(model, decoder, [make_prompt([5])], SamplingParams(max_new_tokens=9)).rows
     assert row.num_tokens == 9
-    assert row.forward_shapes == [(1, 5), (1, 4), (1, 4), (1, 4), (1, 4), (1, 4)]
+    assert row.forward_shapes == [(1, 1 + 4), (1, 4), (1, 4), (1, 4), (1, 4), (1, 4)]
+    # 11 tokens are three slots, too, in serial blocks of two: the fourth slot is decoded together with the third.
     decoder = ReFusion(fused=False, slot_size=4, num_serial_blocks=2)
     [row] = decode(model, decoder, [make_prompt([5])], SamplingParams(max_new_tokens=11)).rows
     assert row.num_tokens == 11
-    assert row.forward_shapes == [(1, 9), (1, 8), (1, 8), (1, 8)]
+    assert row.forward_shapes == [(1, 1 + 8), (1, 8), (1, 8), (1, 8)]
 
 
 @pytest.mark.parametrize("certainty", ["first", "mean", "min", "product"])

@@ -13,6 +13,7 @@ from support.attention_masks import attention_mask
 from support.fakes import tiny_backbone
 
 SIZES = [(3, 9), (1, 2), (5, 12), (0, 4)]
+"""Number of tokens of each row's prompt and response."""
 Group = list[int]
 
 
@@ -34,14 +35,15 @@ def corrupt_batch(objective: MaskWindows, backbone: Backbone) -> tuple[ResponseB
 
 def windows(corrupted: CorruptedBatch, row: int) -> list[Group]:
     """Return the indices of each window's masks: a mask that sees no mask before it begins a window."""
-    seen, masked = attention_mask(corrupted), corrupted.is_masked
-    assert seen is not None
+    visible, masked = attention_mask(corrupted), corrupted.is_masked
+    assert visible is not None
     assert masked is not None
     groups: list[Group] = []
     for i in masked[row].nonzero().flatten().tolist():
-        before = (seen[row, i] & masked[row])[:i].nonzero().flatten().tolist()
+        before = (visible[row, i] & masked[row])[:i].nonzero().flatten().tolist()
         assert before == (groups[-1] if before else [])
-        groups.append([]) if not before else None
+        if not before:
+            groups.append([])
         groups[-1].append(i)
     return groups
 
@@ -83,15 +85,14 @@ def test_loss_by_the_definition(backbone: Backbone) -> None:
     with torch.no_grad():
         hidden = hidden_states(backbone, corrupted)
     scores = backbone.logits(hidden).log_softmax(-1).detach()
+    with torch.no_grad():
+        positions = torch.arange(batch.input_ids.shape[1])[None].expand_as(batch.input_ids)
+        text_scores = backbone.logits(backbone.hidden_states(batch.input_ids, positions, None)).log_softmax(-1)
     total = weight = 0.0
     text: list[float] = []
     for row, (prompt, response) in enumerate(SIZES):
-        logits = backbone.logits(backbone.hidden_states(batch.input_ids[row : row + 1], torch.arange(17)[None], None))[
-            0
-        ]
-        logits = logits.detach().log_softmax(-1)
-        following = range(prompt, prompt + response - 1)
-        text += [-float(logits[place, batch.input_ids[row, place + 1]]) for place in following]
+        before_response_tokens = range(prompt, prompt + response - 1)
+        text += [-float(text_scores[row, place, batch.input_ids[row, place + 1]]) for place in before_response_tokens]
         for group in windows(corrupted, row):
             for offset, i in enumerate(group):
                 place = int(corrupted.position_ids[row, i])

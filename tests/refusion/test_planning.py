@@ -97,9 +97,9 @@ def test_after_an_eos_token_among_the_drafts_only_slots_before_it_are_planned() 
         ("verify", (1, 4)),
     ]
     assert row.token_ids == [oracle_text(11)(place) for place in range(2, 12)]
-    seen = model.calls[1].mask[0, 8:]
-    assert not seen[:, 2 + 2 : 2 + 8].any(), "masks see nothing after the end"
-    assert seen[:, : 2 + 2].all()
+    visible = model.calls[1].mask[0, 8:]
+    assert not visible[:, 2 + 2 : 2 + 8].any(), "masks see nothing after the end"
+    assert visible[:, : 2 + 2].all()
 
 
 def test_recomputing_keys_and_values_after_an_infill_plans_in_the_same_forward_pass() -> None:

@@ -97,6 +97,7 @@ def test_a_random_order_depends_on_seed_and_prompt_alone() -> None:
         prompt_list = [make_prompt((3, 4, 5), str(i)) for i in range(12)]
         sampling = SamplingParams(max_new_tokens=8, seed=seed)
         rows = decode(model, decoder, prompt_list, sampling, batch_size=size, trace=True).rows
+        # A prompt has three tokens, and a slot two: slots begin at odd positions.
         return [[(p - 3) // 2 for record in row.trace for p in record.accepted if p % 2 == 1] for row in rows]
 
     first = orders(0, 12)
@@ -134,7 +135,7 @@ def test_whole_slots_of_the_common_prefix_are_accepted(scores: list[float], open
     assert driven.plan([0.5, 0.5, 0.5]) == [0, 1, 2]
     driven.verify(scores)
     masked = driven.state.is_masked
-    assert masked == [slot in open_slots for slot in range(3) for _ in range(2)]
+    assert masked == [slot in open_slots for slot in range(3) for _ in range(2)]  # two tokens a slot
     assert driven.state.finished == (not open_slots)
     if open_slots:  # planned again, after the prompt and what was accepted
         assert driven.forward.phase == "plan"
@@ -147,6 +148,7 @@ def test_slots_that_fail_at_once_are_filled_in_parallel() -> None:
     driven.plan([0.5, 0.5])
     driven.verify([0.5, 0.75])
     assert driven.forward.phase == "infill_propose"
+    # The first slot's second draft fails, at 0.5; the second slot's passes. Both see the prompt and nothing else.
     assert [list(branch.tokens) for branch in driven.forward.branches] == [[5, MASK], [5, 5]]
     assert [branch.visible for branch in driven.forward.branches] == [((0, 2), (2, 2)), ((0, 2), (4, 4))]
 
@@ -157,7 +159,7 @@ def test_only_plans_are_sampled_each_with_its_own_noise() -> None:
     for _ in range(2):
         driven.plan([0.25] * (len(driven.forward.branches[0].draft_at)))
         driven.verify([0.5])
-        while driven.state.finished is False and driven.forward.phase.startswith("infill"):
+        while not driven.state.finished and driven.forward.phase.startswith("infill"):
             branch = driven.forward.branches[0]
             driven.send(Reading(tokens=[6] * len(branch.draft_at), scores=[0.5] * len(branch.score_at)))
     draws = [(request.phase if isinstance(request, Forward) else "more", request.draw) for request in driven.requests]
@@ -193,10 +195,10 @@ def test_impossible_options_are_refused(decoder: type[ReFusion], options: dict[s
 
 def test_a_default_adapts_to_short_texts() -> None:
     zarya = ReFusion(slot_size=16, num_serial_blocks=4)
-    numbers = {
-        length: zarya.adapt_to(SamplingParams(max_new_tokens=length)).num_serial_blocks for length in (1, 17, 200)
-    }  # type: ignore[attr-defined]
-    assert numbers == {1: 1, 17: 2, 200: 4}
+    for length, num_blocks in {1: 1, 17: 2, 200: 4}.items():  # one slot, two, and more than there are blocks
+        adapted = zarya.adapt_to(SamplingParams(max_new_tokens=length))
+        assert isinstance(adapted, ReFusion)
+        assert adapted.num_serial_blocks == num_blocks
     assert ReFusion().adapt_to(SamplingParams(max_new_tokens=1)) == ReFusion()
 
 
@@ -226,8 +228,8 @@ def test_reading_masks_at_once_or_later_gives_the_same_bonus_infill(monkeypatch:
     """Where many masks follow the drafts, only those of the acceptance that came true are read, in a second request."""
     decoder = ReFusion(slot_size=8, num_serial_blocks=1, slot_threshold=0.5, token_threshold=0.5, infill="bonus")
     results = []
-    num_later = []
-    for few in (0, FEW_POSITIONS, 10_000):
+    num_second_requests = []
+    for few in (0, FEW_POSITIONS, 10_000):  # masks are never few, few as usual, always few
         more = mock.Mock(wraps=MoreDrafts)
         monkeypatch.setattr(bonus, "MoreDrafts", more)
         monkeypatch.setattr(bonus, "FEW_POSITIONS", few)
@@ -237,15 +239,17 @@ def test_reading_masks_at_once_or_later_gives_the_same_bonus_infill(monkeypatch:
             model.forward_cost = 4096.0
             rows += decode(model, decoder, [make_prompt([7, 8, 9])], SamplingParams(max_new_tokens=32)).rows
         results.append([(row.token_ids, row.num_forwards) for row in rows])
-        num_later.append(more.call_count)
+        num_second_requests.append(more.call_count)
     assert results[0] == results[1] == results[2]
-    assert num_later[0] > num_later[2] == 0
+    assert num_second_requests[0] > 0
+    assert num_second_requests[2] == 0
 
 
 def test_a_rejected_draft_leaves_the_models_own_choices_as_guesses() -> None:
     state = ReFusion(infill="bonus").begin(make_prompt([7, 8]), SamplingParams(max_new_tokens=16), SPECIAL)
     assert isinstance(state, bonus.BonusState)
     slot = OpenSlot(0, places=state.slots[0], write_at=2, tokens=[3, 4, 5, 6, 7])
+    # After 3, 4 and 5 the model chooses 4, 5 and 12: two drafts are right, and 12 replaces the third.
     assert bonus._accept_drafts(state, slot, Reading(tokens=[4, 5, 12, 11, 10])) == 2
     assert slot.tokens[: slot.num_accepted] == [3, 4, 5, 12]
     assert slot.num_cached == 3

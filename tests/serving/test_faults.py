@@ -231,7 +231,7 @@ def test_a_forward_pass_that_hangs_delays_neither_clients_nor_the_end_of_the_ser
         wrap_body(worker, hang)
 
     try:
-        with serving(model, Autoregressive(), prepare=prepare, max_seconds=0.5, drain_seconds=0.0) as server:
+        with serving(model, Autoregressive(), prepare=prepare, max_seconds=2.0, drain_seconds=0.0) as server:
             with pytest.raises(openai.InternalServerError, match="time limit") as caught:
                 complete(server, "1+1")
             assert caught.value.status_code == 504

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -158,29 +159,20 @@ def test_a_new_conversation_forgets_the_old_one(chrome: Any, tmp_path: Path) -> 
 
     chatting = load(make_bytes_base(tmp_path, mask=True), device="cpu")
     chatting.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
-    numbers: list[int] = []
-
-    def prepare(worker: Any) -> None:
-        submit = worker.submit
-
-        def submit_noted(jobs: Any) -> None:
-            numbers.append(jobs[0].prompt.token_ids.count(chatting.tokenizer.eos_token_id))
-            submit(jobs)
-
-        worker.submit = submit_noted
-        slow(worker, 0.01)
-
-    with serving(chatting, Autoregressive(), prepare=prepare) as server:
+    with serving(chatting, Autoregressive(), prepare=lambda worker: slow(worker, 0.01)) as server:
+        submit = mock.Mock(wraps=server.worker.submit)
+        server.worker.submit = submit
         browser.resize(chrome, 360)
         chrome.get(address(server))
         wait_for(lambda: browser.js(chrome, "document.getElementById('model').textContent") == "additions")
         browser.js(chrome, "document.getElementById('max_tokens').value = 4")
         button = chrome.find_element(By.ID, "new")
-        for number in (1, 3, 1):
+        for num_turns in (1, 3, 1):  # the question, and earlier ones with their answers
             ask(chrome, "1+1")
             wait_for(lambda: is_done(chrome))
-            assert numbers[-1] == number, "turns: the question, and earlier ones with their answers"
-            if number == 3:
+            [[job, *_]] = submit.call_args.args
+            assert job.prompt.token_ids.count(chatting.tokenizer.eos_token_id) == num_turns
+            if num_turns == 3:
                 button.click()
                 assert browser.js(chrome, "document.querySelectorAll('article').length") == 0
         browser.js(chrome, "document.getElementById('max_tokens').value = 400")

@@ -34,7 +34,7 @@ def completions(cells: str, digits: str, peers: Callable[[int], Iterable[int]]) 
         yield cells
         return
     blank = cells.index(".")
-    seen = {cells[peer] for peer in peers(blank)}
+    taken = {cells[peer] for peer in peers(blank)}
     for digit in digits:
-        if digit not in seen:
+        if digit not in taken:
             yield from completions(cells[:blank] + digit + cells[blank + 1 :], digits, peers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from collections import Counter
 
 import pytest
 from experiments.tasks import Spans
@@ -47,11 +48,10 @@ def test_a_query_hides_the_operands_that_are_left_out_and_nothing_else() -> None
     for hidden, plain in zip(Spans().examples("test")[:200], Additions().examples("test")[:200], strict=True):
         assert (hidden.id, hidden.response) == (plain.id, plain.response)
         assert fill_in(hidden) == plain.query
-        operands = sum(
-            hidden.response[start - 1 : start] != "=" for start, _ in hidden.spans
-        )  # a result follows the equals sign
-        assert hidden.query.count("?") == operands
-        num_hidden += operands
+        # A span that does not follow the equals sign is an operand.
+        num_operands = sum(hidden.response[start - 1 : start] != "=" for start, _ in hidden.spans)
+        assert hidden.query.count("?") == num_operands
+        num_hidden += num_operands
     assert num_hidden > 100
 
 
@@ -61,13 +61,14 @@ def test_records_keep_their_query() -> None:
 
 
 def test_each_value_of_a_row_is_left_out_equally_often() -> None:
-    counts = [0, 0, 0]
+    counts = Counter[str]()
     for example in Spans().examples("test")[:300]:
         for start, stop in example.spans:
             before, after = example.response[start - 1 : start], example.response[stop : stop + 1]
-            counts[2 if before == "=" else 1 if before == "+" else 0] += 1
+            counts[before if before in ("=", "+") else "first operand"] += 1
             assert after in "+=;"
-    assert min(counts) > 0.8 * sum(counts) / 3
+    assert len(counts) == 3
+    assert min(counts.values()) > 0.8 * counts.total() / 3
 
 
 def test_the_score_is_that_of_the_task() -> None:

@@ -31,6 +31,7 @@ from support.subclasses import concrete_subclasses
 from support.tiny import TINY_QWEN
 
 LEARNING_RATE = 0.5
+# Prompts of 1 to 4 tokens and responses of 2 to 29 tokens.
 SAMPLES = [
     EncodedExample(f"sample {i}", [3 + i % 5] * (1 + i % 4), [3 + (i * j) % 11 for j in range(1, 3 + 3 * i % 29)])
     for i in range(12)
@@ -45,11 +46,11 @@ class FixedBatches(InstructionDataModule):
         self.rows = rows
 
     def train_dataloader(self) -> TrainingLoader:
-        mine = SAMPLES[self.trainer.global_rank :: self.trainer.world_size]
+        own_samples = SAMPLES[self.trainer.global_rank :: self.trainer.world_size]
         rows = None if self.rows is None else torch.tensor(self.rows)
         batches = [
-            replace(collate_responses(mine[i : i + self.batch_size], pad_token_id=0), rows=rows)
-            for i in range(0, len(mine), self.batch_size)
+            replace(collate_responses(own_samples[i : i + self.batch_size], pad_token_id=0), rows=rows)
+            for i in range(0, len(own_samples), self.batch_size)
         ]
         loader = TrainingLoader(batches, batch_size=None)
         loader.trainer = self.trainer
@@ -174,16 +175,16 @@ def test_an_epoch_cut_short_and_a_changing_number_of_batches(tmp_path: Path) -> 
 
 
 def test_each_micro_batch_is_corrupted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
+    keys: list[int] = []
     corrupt = Hybrid.corrupt
 
     def count_samples(self: Hybrid, batch: ResponseBatch, *args: object, **options: object) -> CorruptedBatch:
-        seen.extend(batch.sample_keys.tolist())
+        keys.extend(batch.sample_keys.tolist())
         return corrupt(self, batch, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Hybrid, "corrupt", count_samples)
     _fit(tmp_path, Hybrid(slot_sizes=(4,)), batch_size=2, accumulate_grad_batches=4)
-    assert seen == [stable_key(sample.id) for sample in SAMPLES]
+    assert keys == [stable_key(sample.id) for sample in SAMPLES]
 
 
 @pytest.mark.parametrize(("objective", "accumulated"), [(Hybrid(slot_sizes=(2, 4)), 2), *((o, 1) for o in OBJECTIVES)],
@@ -192,8 +193,8 @@ def test_two_processes_are_one(tmp_path: Path, objective: Objective, accumulated
     actual = _fit(
         tmp_path, objective, batch_size=2, accumulate_grad_batches=accumulated, devices=2, strategy="ddp_fork"
     )
-    size = 4 * accumulated
-    steps = [SAMPLES[i : i + size] for i in range(0, len(SAMPLES), size)]
+    step_size = 2 * accumulated * 2  # batches of two samples in two processes
+    steps = [SAMPLES[i : i + step_size] for i in range(0, len(SAMPLES), step_size)]
     _assert_equal(actual, _by_hand(tmp_path, objective, steps))
     _assert_equal(actual, torch.load(tmp_path / "weights.1"))
 
@@ -209,7 +210,7 @@ def test_resuming_between_steps_changes_nothing(tmp_path: Path) -> None:
             callbacks=[callback], enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(module, data, ckpt_path=checkpoint)
-        assert trainer.global_step == 4  # four and two batches an epoch
+        assert trainer.global_step == 4  # two steps an epoch, of four batches and of the last two
         return torch.load(f"{tmp_path / folder}.0")
 
     unbroken = fit("unbroken")
