@@ -132,23 +132,24 @@ def test_a_package_registers_its_decoder_as_the_guide_says(tmp_path: Path) -> No
     """Models get it by their traits, or by the name in their config."""
     page = (EXAMPLES.parent / "extending.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    [(group, entries)] = tomllib.loads(block)["project"]["entry-points"].items()
+    [(group, plugins)] = tomllib.loads(block)["project"]["entry-points"].items()
     for name in ("one_shot.py", "one_shot_plugin.py"):
         shutil.copy(EXAMPLES / name, tmp_path)
     info = tmp_path / "one_shot_plugin-1.0.dist-info"  # as installing the package makes
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: one-shot-plugin\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{group}]\n" + "\n".join(f"{key} = {entries[key]}" for key in entries))
+    (info / "entry_points.txt").write_text(
+        f"[{group}]\n" + "\n".join(f"{key} = {value}" for key, value in plugins.items())
+    )
     known = {"attention": "causal", "predictions": ["mask", "next_token_in_slot"]}
+    entries = (
+        known,
+        {"attention": "causal", "predictions": ["mask"]},
+        known | {"decoder": {"class_path": "OneShot"}},
+        known | {"decoder": {"class_path": "one_shot.OneShot"}},
+    )
     models = []
-    for number, entry in enumerate(
-        (
-            known,
-            {"attention": "causal", "predictions": ["mask"]},
-            known | {"decoder": {"class_path": "OneShot"}},
-            known | {"decoder": {"class_path": "one_shot.OneShot"}},
-        )
-    ):
+    for number, entry in enumerate(entries):
         models.append(str(tmp_path / f"model_{number}"))
         shutil.copytree(ROOT / "tests" / "goldens" / "models" / "additions-clean", models[-1])
         file = Path(models[-1]) / "config.json"

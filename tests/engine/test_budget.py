@@ -33,9 +33,8 @@ def test_a_budget_bounds_calls_and_changes_no_token(
 
     model, rows = run(batch_size=batch_size, max_tokens_per_forward=budget)
     _, alone = run()
-    assert [(row.token_ids, row.forward_shapes) for row in rows] == [
-        (row.token_ids, row.forward_shapes) for row in alone
-    ]
+    for row, expected in zip(rows, alone, strict=True):
+        assert (row.token_ids, row.forward_shapes) == (expected.token_ids, expected.forward_shapes)
     singles = {shape for row in alone for shape in row.forward_shapes}
     for call in model.calls:
         shape = tuple(call.input_ids.shape)
@@ -45,18 +44,18 @@ def test_a_budget_bounds_calls_and_changes_no_token(
 def test_nobody_starves_within_a_budget() -> None:
     # Two tokens a call, three prompts of one token each: they take turns.
     model = HashModel(3, traits=NEXT_TOKEN, end_bias=-60.0)
-    watcher: list[int] = []
+    indices: list[int] = []
 
     class Watch(GenerationCallback):
         def on_commit(self, index: int, state: RowState) -> None:
-            watcher.append(index)
+            indices.append(index)
 
     sampling = SamplingParams(max_new_tokens=6)
     options = {"batch_size": 3, "max_tokens_per_forward": 2, "callbacks": [Watch()]}
     output = decode(model, Autoregressive(), make_prompts(1, 1, 1), sampling, **options)
     assert output.num_calls == 9
     for stop in range(2, 19, 2):
-        counts = [watcher[:stop].count(index) for index in range(3)]
+        counts = [indices[:stop].count(index) for index in range(3)]
         assert max(counts) - min(counts) <= 1
 
 
@@ -69,7 +68,6 @@ def test_calls_are_as_large_as_a_budget_lets_them(budget: int, num_calls: int) -
 
 
 def test_an_impossible_budget_is_refused() -> None:
+    model = HashModel(traits=NEXT_TOKEN)
     with pytest.raises(ValueError, match=r"^max_tokens_per_forward: expected .*, got 0"):
-        decode(
-            HashModel(traits=NEXT_TOKEN), Autoregressive(), make_prompts(1), SamplingParams(), max_tokens_per_forward=0
-        )
+        decode(model, Autoregressive(), make_prompts(1), SamplingParams(), max_tokens_per_forward=0)

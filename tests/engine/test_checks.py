@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -85,20 +84,18 @@ def test_fitting_and_unknown_models_are_taken(traits: ModelTraits) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("prompt_lengths", "sampling", "batch_size", "message"),
     [
-        (lambda: (make_prompts(1), SamplingParams(), {"batch_size": 0}), "^batch_size: .* at least 1, got 0"),
-        (lambda: (make_prompts(1, 0), SamplingParams(), {}), "^prompt p1: expected at least one token"),
-        (
-            lambda: (make_prompts(1), SamplingParams(stop=("x",)), {}),
-            "^stop: expected a tokenizer",
-        ),
+        ([1], SamplingParams(), 0, "^batch_size: .* at least 1, got 0"),
+        ([1, 0], SamplingParams(), 1, "^prompt p1: expected at least one token"),
+        ([1], SamplingParams(stop=("x",)), 1, "^stop: expected a tokenizer"),
     ],
 )
-def test_impossible_calls_are_refused(arguments: Callable[[], tuple], message: str) -> None:
-    prompts, sampling, options = arguments()
+def test_impossible_calls_are_refused(
+    prompt_lengths: list[int], sampling: SamplingParams, batch_size: int, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        decode(HashModel(), ReFusion(), prompts, sampling, **options)
+        decode(HashModel(), ReFusion(), make_prompts(*prompt_lengths), sampling, batch_size=batch_size)
 
 
 @pytest.mark.parametrize("decoder", [BlockDiffusion(block_size=16), D2F(), ReFusion(), SlotSearch(), TokenEditing(),

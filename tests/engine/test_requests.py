@@ -20,7 +20,7 @@ from refusion_lit.modeling.load import BackboneConfig
 from refusion_lit.types import Constraint, ConstraintState, DecodingOptions, Prompt, SamplingParams
 from support.decoder_cases import DECODERS, hash_models, is_accepted, setups, traits_for
 from support.example_counts import examples
-from support.fakes import VOCAB, HashModel
+from support.fakes import EOS, VOCAB, HashModel
 from support.scripted import decode_letters
 
 MODEL = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
@@ -187,10 +187,10 @@ class Ascending(ConstraintState):
         if len(before) != place or max(before, default=0) >= VOCAB:
             return None  # a place after a drafter's masks, of which the tokens before are unknown
         larger = [token for token in (*LOW, *HIGH) if token > max(before, default=0)]
-        return allow(*larger or [1])
+        return allow(*(larger or [EOS]))
 
     def settle(self, place: int, before: Sequence[int], token: int) -> int:
-        return HIGH[-1] if place == 2 and token != 1 else token
+        return HIGH[-1] if place == 2 and token != EOS else token
 
 
 @pytest.mark.parametrize("cls", [cls for cls in DECODERS if cls.__name__ in ("Autoregressive", "SelfSpeculative")])
@@ -209,7 +209,7 @@ def test_a_constraint_from_left_to_right_sees_all_tokens_before(
         return
     row = decode(model, decoder, [prompt], sampling).rows[0]
     tokens = row.token_ids
-    assert tokens[-2:] == [HIGH[-1], 1]
+    assert tokens[-2:] == [HIGH[-1], EOS]
     assert len(tokens) <= 4
     assert tokens[:-1] == sorted({*tokens[:-1]})
     if temperature == 0 or getattr(decoder, "coupling", "shared_noise") == "shared_noise":

@@ -86,15 +86,15 @@ def test_what_is_read_is_what_a_slow_one_reads(seed: int, broken: float, chunk: 
         patch.setattr(sampler_module, "_MAX_LOGITS", chunk * 4)
         patch.setattr(sampler_module, "_MAX_SOFTMAX", chunk)
         Sampler(model, all_probabilities=all_probabilities).sample(torch.arange(12)[:, None], jobs)
-    for one in jobs:
-        drawn = [read_slowly(table[i], one.draw.forbidden, None) for i in one.branch.draft_at]
-        scored = [read_slowly(table[i], one.draw.forbidden, token)[1] for i, token in one.branch.score_at]
-        assert one.reading.scores == pytest.approx(scored, abs=1e-12)
-        assert one.reading.tokens == [token for token, _ in drawn]
-        is_read = one.draw.with_probability or all_probabilities
+    for job in jobs:
+        drawn = [read_slowly(table[i], job.draw.forbidden, None) for i in job.branch.draft_at]
+        scored = [read_slowly(table[i], job.draw.forbidden, token)[1] for i, token in job.branch.score_at]
+        assert job.reading.scores == pytest.approx(scored, abs=1e-12)
+        assert job.reading.tokens == [token for token, _ in drawn]
+        is_read = job.draw.with_probability or all_probabilities
         probabilities = [probability for _, probability in drawn] if is_read else []
-        assert one.reading.probabilities == pytest.approx(probabilities, abs=1e-12)
-        assert len(one.reading.statistic) == (len(one.branch.draft_at) if one.draw.statistic else 0)
+        assert job.reading.probabilities == pytest.approx(probabilities, abs=1e-12)
+        assert len(job.reading.statistic) == (len(job.branch.draft_at) if job.draw.statistic else 0)
 
 
 def test_greedy_reads_share_one_pass_of_the_head() -> None:
@@ -107,10 +107,11 @@ def test_greedy_reads_share_one_pass_of_the_head() -> None:
 
 def num_softmax_rows(monkeypatch: pytest.MonkeyPatch, decoder: Any, **options: Any) -> tuple[int, Any]:
     """Decode and count the rows whose probabilities are computed."""
-    rows, softmax = [0], Tensor.softmax
+    sizes: list[int] = []
+    softmax = Tensor.softmax
 
     def count(self: Tensor, dim: int) -> Tensor:
-        rows[0] += len(self)
+        sizes.append(len(self))
         return softmax(self, dim)
 
     monkeypatch.setattr(Tensor, "softmax", count)
@@ -118,28 +119,28 @@ def num_softmax_rows(monkeypatch: pytest.MonkeyPatch, decoder: Any, **options: A
     prompts = [Prompt(token_ids=(5, 6), id="0")]
     output = decode(model, decoder, prompts, SamplingParams(max_new_tokens=8), **options)
     monkeypatch.setattr(Tensor, "softmax", softmax)
-    return rows[0], output.rows[0]
+    return sum(sizes), output.rows[0]
 
 
 def test_probabilities_are_computed_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = ReFusion(slot_size=4, num_serial_blocks=1, fused=False)
     silent, row = num_softmax_rows(monkeypatch, decoder)
     assert silent == 2 + 6, "the slots' first tokens, and all but the first are tested"
-    traced, seen = num_softmax_rows(monkeypatch, decoder, trace=True)
+    traced, traced_row = num_softmax_rows(monkeypatch, decoder, trace=True)
     assert traced == silent + 6
-    assert seen.token_ids == row.token_ids
-    assert all(len(entry.probabilities) == len(entry.tokens) for entry in seen.trace)
+    assert traced_row.token_ids == row.token_ids
+    assert all(len(entry.probabilities) == len(entry.tokens) for entry in traced_row.trace)
     assert num_softmax_rows(monkeypatch, Autoregressive())[0] == 0
 
 
-@pytest.mark.parametrize("how", [GREEDY, SILENT])
-def test_a_forbidden_id_is_not_drawn_though_nothing_else_has_a_chance(how: Draw) -> None:
+@pytest.mark.parametrize("draw", [GREEDY, SILENT])
+def test_a_forbidden_id_is_not_drawn_though_nothing_else_has_a_chance(draw: Draw) -> None:
     model = TableModel(torch.full((1, VOCAB), -torch.inf).index_fill_(1, torch.tensor([0]), 1.0))
     # Id 0, which argmax falls back to, is one that other draws may have.
     model.special_tokens = SpecialTokens(
         mask_token_id=VOCAB - 1, eos_token_ids=(EOS,), pad_token_id=EOS, vocab_size=VOCAB
     )
-    read = make_job(replace(how, forbidden=(0,)), [0])
+    read = make_job(replace(draw, forbidden=(0,)), [0])
     Sampler(model).sample(torch.zeros(1, 1, dtype=torch.long), [read])
     assert read.reading.tokens == [1]
 
@@ -169,15 +170,15 @@ def test_reads_with_and_without_proposals_get_together_what_each_gets_alone(
         patch.setattr(sampler_module, "_MAX_LOGITS", chunk * VOCAB)
         patch.setattr(sampler_module, "_MAX_SOFTMAX", chunk * 3)
         Sampler(model).sample(hidden, together)
-    for one in alone:
-        Sampler(model).sample(hidden, [one])
-    for one, other in zip(together, alone, strict=True):
-        assert one.reading.tokens == other.reading.tokens
-        assert [p.token for p in one.reading.proposals] == (one.reading.tokens if proposes else [])
-        for row, proposal, same in zip(
-            one.branch.draft_at, one.reading.proposals, other.reading.proposals, strict=False
-        ):
-            assert torch.equal(proposal.probabilities, same.probabilities)
+    for job in alone:
+        Sampler(model).sample(hidden, [job])
+    for job, expected_job in zip(together, alone, strict=True):
+        reading, expected_reading = job.reading, expected_job.reading
+        assert reading.tokens == expected_reading.tokens
+        assert [proposal.token for proposal in reading.proposals] == (reading.tokens if proposes else [])
+        pairs = zip(reading.proposals, expected_reading.proposals, strict=True)
+        for row, (proposal, expected_proposal) in zip(job.branch.draft_at, pairs, strict=False):
+            assert torch.equal(proposal.probabilities, expected_proposal.probabilities)
             allowed = model.table[row].index_fill(0, torch.tensor([MASK, PAD]), -math.inf)
             expected = (allowed.topk(5).values / 2.0).softmax(-1)
             assert torch.allclose(proposal.probabilities.topk(5).values, expected)

@@ -80,8 +80,8 @@ def test_filters_keep_what_a_slow_one_keeps(
 
 def test_temperature_zero_takes_the_most_probable_and_the_lower_of_equals() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [-math.inf, -1e38, -1e38]])
-    none = make_keys(0)
-    tokens = draw_tokens(logits, SamplingParams(temperature=0.0, top_k=1, top_p=0.1), none)
+    no_keys = make_keys(0)
+    tokens = draw_tokens(logits, SamplingParams(temperature=0.0, top_k=1, top_p=0.1), no_keys)
     assert tokens.tolist() == [1, 0, 1]
 
 

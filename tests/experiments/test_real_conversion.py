@@ -21,6 +21,7 @@ from tasks.samples import write_jsonl
 FOLDER = Path(__file__).parents[2] / "experiments" / "real_conversion"
 CHARACTERS = "0123456789+=#<> \n"
 BUDGET = 950
+"""Number of positions that a training computes."""
 
 
 @pytest.fixture
@@ -56,6 +57,23 @@ def write_data(folder: Path) -> Path:
         rows = [{"question": f"{a}+{b}=", "answer": f"<<{a}+{b}={a + b}>>{a + b}\n#### {a + b}"} for a, b in pairs]
         write_jsonl(folder / f"{name}.jsonl", rows)
     return folder
+
+
+def check_result(result: dict[str, Any]) -> None:
+    """Check the figures of all trainings, of the data's answers, and of the decoders' speed."""
+    for name, training in result["trainings"].items():
+        assert training["is_finished"]
+        assert training["num_positions"] == pytest.approx(BUDGET, rel=0.1)
+        curve = [row["train/num_positions"] for row in training["curve"] if "train/num_positions" in row]
+        assert curve[-1] == training["num_positions"]
+        assert sorted(map(int, training["followed"])) == [training["num_steps"] // 2, training["num_steps"]]
+        for decoder, figures in training["decoders"].items():
+            assert figures["num_prompts"] == 3
+            assert figures["perplexity"] > 1
+            assert f"{name}/{decoder}" in result["speed"]["rows"]
+    assert result["references"]["annotations_right"][0] == 100
+    assert result["references"]["ends_with_answer"][0] == 100
+    assert result["speed"]["rows"]["transformers.generate"]["ratio"] == 1
 
 
 def test_a_killed_conversion_resumes_and_ends_in_a_result(
@@ -94,22 +112,10 @@ def test_a_killed_conversion_resumes_and_ends_in_a_result(
     assert run.length(8, num_accumulated=2, num_kept=1)["val_check_interval"] == 16
 
     result: dict[str, Any] = json.loads(output.read_text())
-    for name, training in result["trainings"].items():
-        assert training["is_finished"]
-        assert ("positions_per_processor_second" in training) == (
-            name == "autoregressive"
-        )  # the other had no step left
-        assert training["num_positions"] == pytest.approx(BUDGET, rel=0.1)
-        curve = [row["train/num_positions"] for row in training["curve"] if "train/num_positions" in row]
-        assert curve[-1] == training["num_positions"]
-        assert sorted(map(int, training["followed"])) == [training["num_steps"] // 2, training["num_steps"]]
-        for decoder, figures in training["decoders"].items():
-            assert figures["num_prompts"] == 3
-            assert figures["perplexity"] > 1
-            assert f"{name}/{decoder}" in result["speed"]["rows"]
-    assert result["references"]["annotations_right"][0] == 100
-    assert result["references"]["ends_with_answer"][0] == 100
-    assert result["speed"]["rows"]["transformers.generate"]["ratio"] == 1
+    check_result(result)
+    # The other training had no step left when it resumed.
+    assert "positions_per_processor_second" in result["trainings"]["autoregressive"]
+    assert "positions_per_processor_second" not in result["trainings"]["hybrid"]
 
     count = len(commands)
     run.main()

@@ -55,25 +55,25 @@ def corrupt(recorded: Trajectory, record: Path, key: int, window: int) -> Corrup
 def test_a_sample_shows_a_state_of_its_decode(recorded: Trajectory, tmp_path: Path, window: int) -> None:
     by_acceptance = sorted(range(LENGTH // SIZE), key=lambda slot: recorded.order[slot * SIZE])
     assert by_acceptance == [2, 1, 0, 5, 4, 3]  # one slot per round, the most confident one of the block
-    seen = set()
+    states = set()
     for key in range(60):
         sample = corrupt(recorded, tmp_path / "record", key, window)
         real = sample.is_real[0]  # type: ignore[index]
         positions = sample.position_ids[0][real].tolist()
         masks = sample.input_ids[0][real] == MASK
         num_accepted = int((~masks).sum() - len(PROMPT)) // SIZE
-        seen.add(num_accepted)
+        states.add(num_accepted)
         block = range(3 * (num_accepted // 3), 3 * (num_accepted // 3) + 3)
         waiting = [slot for slot in block if slot not in by_acceptance[:num_accepted]]
         slots = [*by_acceptance[:num_accepted], *waiting]
         places = [slot * SIZE + offset for slot in slots for offset in range(SIZE)]
         assert positions == [*range(len(PROMPT)), *(len(PROMPT) + place for place in places)]
-        asked = {p // SIZE for p, label, is_mask in zip([None] * len(PROMPT) + places, sample.labels[0][real].tolist(),
-                 masks.tolist(), strict=True) if p is not None and is_mask and label != IGNORE_INDEX}  # fmt: skip
-        assert asked == set(by_acceptance[num_accepted : num_accepted + window]) & set(block)
+        is_asked = masks & (sample.labels[0][real] != IGNORE_INDEX)
+        asked_slots = {(position - len(PROMPT)) // SIZE for position in sample.position_ids[0][real][is_asked].tolist()}
+        assert asked_slots == set(by_acceptance[num_accepted : num_accepted + window]) & set(block)
         is_mask_term = (sample.terms[0] == 1) & (sample.labels[0] != IGNORE_INDEX)
         assert float(sample.weights[0][is_mask_term].sum()) == pytest.approx(1.0)  # the mean over a sample's targets
-    assert seen == set(range(6))
+    assert states == set(range(6))
 
 
 def test_a_sample_without_a_decode_is_refused(recorded: Trajectory, tmp_path: Path) -> None:

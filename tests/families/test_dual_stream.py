@@ -7,6 +7,7 @@ and the memory stream, which is clean and in text order.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -55,13 +56,11 @@ def test_equals_the_slow_reference(
         tokens, places, labels, weights = (list(values) for values in zip(*prediction, strict=True))
         following = [text[i + 1] if i + 1 >= prompt else IGNORE_INDEX for i in range(length - 1)]
         num_following += sum(label != IGNORE_INDEX for label in following)
-        rest = len(padding)
+        ignored = [IGNORE_INDEX] * len(padding)
         assert corrupted.input_ids[row].tolist() == tokens + padding + text + padding
         assert corrupted.position_ids[row].tolist() == [*places, *range(length, 20), *range(20)]
-        assert corrupted.labels[row].tolist() == labels + [IGNORE_INDEX] * rest + following + [IGNORE_INDEX] * (
-            rest + 1
-        )
-        assert corrupted.weights[row, : length + rest].tolist() == pytest.approx(weights + [0.0] * rest)
+        assert corrupted.labels[row].tolist() == [*labels, *ignored, *following, IGNORE_INDEX, *ignored]
+        assert corrupted.weights[row, :20].tolist() == pytest.approx(weights + [0.0] * len(padding))
         assert corrupted.is_masked is not None
         assert corrupted.is_masked[row].nonzero()[:, 0].tolist() == [i for i, t in enumerate(labels) if t >= 0]
     assert corrupted.counts.tolist() == pytest.approx([total_weight, num_following])
@@ -69,21 +68,23 @@ def test_equals_the_slow_reference(
 
 @pytest.mark.parametrize(("num_tokens", "block_size"), [(12, 4), (6, 1), (8, 8), (6, 4)])
 def test_streams_are_causal_and_masks_see_earlier_clean_blocks(num_tokens: int, block_size: int) -> None:
+    def is_visible(query: int, key: int) -> bool:
+        query_place, key_place = query % num_tokens, key % num_tokens
+        query_block, key_block = query_place // block_size, key_place // block_size
+        from_memory, to_memory = query >= num_tokens, key >= num_tokens
+        if from_memory:
+            return to_memory and key_place <= query_place
+        if to_memory:
+            return key_block < query_block
+        return key_block == query_block and key_place <= query_place
+
     lengths = [num_tokens, block_size]
     mask = ranges_mask(three_part_ranges(num_tokens, block_size, torch.tensor(lengths), causal=True), 2 * num_tokens)
     for row, length in enumerate(lengths):
-        for query in range(2 * num_tokens):
-            for key in range(2 * num_tokens):
-                query_place, key_place = query % num_tokens, key % num_tokens
-                query_block, key_block = query_place // block_size, key_place // block_size
-                from_memory, to_memory = query >= num_tokens, key >= num_tokens
-                if from_memory:
-                    allowed = to_memory and key_place <= query_place
-                elif to_memory:
-                    allowed = key_block < query_block
-                else:
-                    allowed = key_block == query_block and key_place <= query_place
-                assert mask[row, query, key].item() == (allowed and key_place < length) or query == key
+        for query, key in product(range(2 * num_tokens), repeat=2):
+            if query != key:
+                is_text = key % num_tokens < length
+                assert mask[row, query, key].item() == (is_text and is_visible(query, key))
 
 
 @pytest.mark.parametrize("num_known", [1, 3, 9, 16])

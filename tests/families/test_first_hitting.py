@@ -88,6 +88,7 @@ def test_sizes_of_groups_follow_the_binomial_law() -> None:
     """The first group has the mean of the binomial law; the share of tokens in groups is ``diffusion_share``."""
     length, num_steps, share = 40, 4, 0.6
     decoder = FirstHitting(num_steps=num_steps, diffusion_share=share)
+    # Shares of the tokens that are filled at the times 1 and 1 - 1 / num_steps; time ends at 1e-3.
     begun, after = share * 1e-3, share * (1 - (1 - 1e-3) * (1 - 1 / num_steps))
     chance = (after - begun) / (1 - begun)
     sizes = [len(draw_groups(decoder, length, seed=seed)[0]) for seed in range(600)]

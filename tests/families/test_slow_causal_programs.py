@@ -61,31 +61,38 @@ def read(model: Backbone, context: list[int], block: list[int], segments: list[i
 def decode_in_strides(model: Backbone, prompt: Text, length: int, *, size: int, num_verified: int | None) -> Run:
     """Verify drafts and make the next drafts in one forward pass; all attention is causal."""
     text = [int(read(model, [*prompt], [])[-1].argmax())]
-    num_forwards, is_first = 1, True
+    num_forwards = 1
     drafts: list[int] = []
-    while is_first or not (len(text) >= length or {*ENDS} & {*text}):
-        is_first = False
+    while True:  # even a text that is complete after the first forward pass takes a second one
         known = [*prompt, *text]
         scores = read(model, [*known, *drafts, *[MASK] * (size - 1)], [])
-        best = scores[len(known) - 1 :].argmax(-1).tolist()
+        best = (
+            scores[len(known) - 1 :].argmax(-1).tolist()
+        )  # the model's choice for each draft, and then its new drafts
         num_forwards += 1
         checked = drafts if num_verified is None else drafts[:num_verified]
-        num_held = next((i for i, draft in enumerate(checked) if draft != best[i]), None)
-        if num_held is None:
+        num_accepted = count_common_prefix(checked, best)
+        if num_accepted == len(checked):
             text += [*drafts, best[len(drafts)]]
             drafts = best[len(drafts) + 1 :]
         else:
-            text += best[: num_held + 1]
+            text += best[: num_accepted + 1]
             drafts = []
-    return cut(text[:length], ENDS), num_forwards
+        if len(text) >= length or {*ENDS} & {*text}:
+            return cut(text[:length], ENDS), num_forwards
+
+
+def count_common_prefix(drafts: list[int], best: list[int]) -> int:
+    """Return how many drafts, up to the first wrong one, are what the model chooses."""
+    return next((i for i, draft in enumerate(drafts) if draft != best[i]), len(drafts))
 
 
 def choose(scores: Tensor, threshold: float | None) -> list[int]:
     """Return the masks whose token is at least as probable as the threshold, or else the best mask."""
     best = scores.exp().max(-1).values.tolist()
-    return [i for i, value in enumerate(best) if threshold is not None and value >= threshold] or [
-        best.index(max(best))
-    ]
+    if threshold is not None and max(best) >= threshold:
+        return [i for i, value in enumerate(best) if value >= threshold]
+    return [best.index(max(best))]
 
 
 def is_complete(text: list[int], length: int) -> bool:
@@ -145,8 +152,8 @@ def speculate(model: Backbone, prompt: Text, length: int, *, size: int, threshol
                 block[masks[i]] = int(scores[i].argmax())
         best = read(model, [*context, *block], [])[len(context) :].argmax(-1).tolist()
         num_forwards += 1
-        num_held = next((i for i, draft in enumerate(block[1:]) if draft != best[i]), size - 1)
-        new = cut(best[: num_held + 1], ENDS)
+        num_accepted = count_common_prefix(block[1:], best)
+        new = cut(best[: num_accepted + 1], ENDS)
         if budget is not None and len(text) + len(new) > budget and not {THINK_END, *ENDS} & {*text, *new}:
             new[-1] = THINK_END
         text += new

@@ -137,7 +137,7 @@ def denoise(
     model: Backbone, prompt: Text, length: int, options: dict[str, Any], generator: torch.Generator
 ) -> tuple[list[int], int, Draws]:
     """Denoise canvases of uniform noise; return the text, the number of forwards, and what was drawn."""
-    size, num_steps, memory = options["canvas_length"], options["num_steps"], options["stability_threshold"]
+    size, num_steps, num_repeats = options["canvas_length"], options["num_steps"], options["stability_threshold"]
     text: list[int] = []
     noise, samples, num_forwards = [], [], 0
 
@@ -162,10 +162,11 @@ def denoise(
             samples.append(sample)
             drafts.append(scores.argmax(-1).tolist())
             ranked = entropies.sort(stable=True)
-            kept = ranked.indices[ranked.values.cumsum(0) - ranked.values <= options["entropy_bound"]].tolist()
+            sums_before = ranked.values.cumsum(0) - ranked.values  # of the lower entropies
+            kept = ranked.indices[sums_before <= options["entropy_bound"]].tolist()
             fresh = draw_noise()
             canvas = [sample[i] if i in kept else fresh[i] for i in range(size)]
-            is_stable = len(drafts) > memory and all(draft == drafts[-1] for draft in drafts[-memory - 1 :])
+            is_stable = len(drafts) > num_repeats and all(draft == drafts[-1] for draft in drafts[-num_repeats - 1 :])
             if is_stable and float(entropies.mean()) < options["confidence_threshold"]:
                 break
         text += drafts[-1]
@@ -187,7 +188,8 @@ def test_canvases(model: Backbone, prompts: list[Text], length: int, seed: int, 
     expected = []
     for i, tokens in enumerate(prompts):
         generator = torch.Generator().manual_seed(seed + i)
-        *run, DRAWS[str(i)] = denoise(model, tokens, length, options, generator)
-        expected.append(tuple(run))
+        text, num_forwards, draws = denoise(model, tokens, length, options, generator)
+        DRAWS[str(i)] = draws
+        expected.append((text, num_forwards))
     rows = decode_batch(model, Replayed(**options), prompts, length)
     assert [(row.token_ids, row.num_forwards) for row in rows] == expected

@@ -19,14 +19,15 @@ from support.slow_decoding import best_allowed
 
 MASKS = ModelTraits(predictions=("mask", "next_token"))
 NO_END = replace(SPECIAL, eos_token_ids=(VOCAB + 2,))
+"""Special tokens without an end of sequence that the model could give."""
 
 
 @torch.no_grad()
 def compute_logits(tokens: list[int], positions: list[int]) -> Tensor:
     """Run tokens causally in the given order, without a cache."""
-    sees = torch.ones(1, 1, len(tokens), len(tokens), dtype=torch.bool).tril()
+    visible = torch.ones(1, 1, len(tokens), len(tokens), dtype=torch.bool).tril()
     ids, places = torch.tensor([tokens]), torch.tensor([positions])
-    return tiny_qwen()(ids, attention_mask=sees, position_ids=places, use_cache=False).logits[0]
+    return tiny_qwen()(ids, attention_mask=visible, position_ids=places, use_cache=False).logits[0]
 
 
 def test_decoding_ends_with_the_forward_pass_that_fills_the_last_token() -> None:
@@ -43,11 +44,9 @@ def test_decoding_ends_with_the_forward_pass_that_fills_the_last_token() -> None
     lengths=st.tuples(st.integers(1, 9), st.integers(10, 25)),
 )
 def test_a_longer_limit_only_adds_tokens(seed: int, drawn_prompts: list[Prompt], lengths: tuple[int, int]) -> None:
+    model, decoder = HashModel(seed, traits=MASKS), WeDLM(window_size=5)
     short, long = (
-        decode(
-            HashModel(seed, traits=MASKS), WeDLM(window_size=5), drawn_prompts, SamplingParams(max_new_tokens=n)
-        ).rows[0]
-        for n in lengths
+        decode(model, decoder, drawn_prompts, SamplingParams(max_new_tokens=length)).rows[0] for length in lengths
     )
     assert long.token_ids[: short.num_tokens] == short.token_ids
 

@@ -54,7 +54,7 @@ def compute_factors(length: int, p: float, eps: float = 0.0) -> list[float]:
 
 def test_harmonic_weights_fall_from_n_over_p_to_one_over_p() -> None:
     weights = [factor / 0.5 for factor in compute_factors(4, 0.5)]
-    assert weights == pytest.approx([8, 4, 8 / 3, 2])
+    assert weights == pytest.approx([4 / 1 / 0.5, 4 / 2 / 0.5, 4 / 3 / 0.5, 4 / 4 / 0.5])
     assert sum(weights) / 4 == pytest.approx((1 + 1 / 2 + 1 / 3 + 1 / 4) / 0.5)
 
 
@@ -124,20 +124,20 @@ def mark_slowly(length: int, wanted: int, span: int, keys: list[int]) -> list[in
     marked: set[int] = set()
     for group in ("suffix", "prefix", "middle", "random"):
         free = [slot for slot in range(length) if slot not in marked]
-        left = wanted - len(marked)
-        run = min(left, span)
+        num_left = wanted - len(marked)
+        run = min(num_left, span)
         if group == "suffix":
             marked |= set(free[len(free) - run :])
         elif group == "prefix":
             marked |= set(free[:run])
-        elif group == "middle" and left > 0:
-            num_runs = left // run
+        elif group == "middle" and num_left > 0:
+            num_runs = num_left // run
             gap = (len(free) - num_runs * run) // (num_runs + 1)
             for number in range(num_runs):
                 first = gap + number * (run + gap)
                 marked |= set(free[first : first + run])
         elif group == "random":
-            marked |= set(sorted(free, key=lambda slot: keys[slot])[:left])
+            marked |= set(sorted(free, key=lambda slot: keys[slot])[:num_left])
     return sorted(marked)
 
 
@@ -181,11 +181,14 @@ def test_the_masked_term_is_a_mean_over_masked_tokens(
 def test_a_group_spans_whole_slots_and_at_least_one(
     make_batch: Callable[..., ResponseBatch], make_noise: Callable[..., KeyedNoise], special_tokens: SpecialTokens
 ) -> None:
-    batch = make_batch([(1, 40)])
-    for max_span, expected in ((1, range(33, 41)), (8, range(33, 41)), (17, range(25, 41))):
-        corrupted = Grouped(slot_sizes=(8,), max_span=max_span).corrupt(
-            batch, make_noise(batch), special_tokens, mask_ratio=torch.tensor([0.2 if max_span < 17 else 0.4])
-        )
+    batch = make_batch([(1, 40)])  # five slots of eight tokens, of which one or two are masked
+    for max_span, ratio, expected in (
+        (1, 1 / 5, range(33, 41)),
+        (8, 1 / 5, range(33, 41)),
+        (17, 2 / 5, range(25, 41)),
+    ):
+        objective = Grouped(slot_sizes=(8,), max_span=max_span)
+        corrupted = objective.corrupt(batch, make_noise(batch), special_tokens, mask_ratio=torch.tensor([ratio]))
         assert corrupted.is_masked is not None
         assert corrupted.position_ids[corrupted.is_masked].tolist() == list(expected)
 

@@ -39,7 +39,7 @@ def check_conversation(model: TextModel, decoder: Decoder, messages: list[Any], 
     for message in messages:
         calls = message.get("tool_calls", [])
         if message["role"] == "assistant":
-            sampling = SamplingParams(max_new_tokens=80 if calls else 40)
+            sampling = SamplingParams(max_new_tokens=80 if calls else 40)  # as the agent asks
             prompt = Prompt(token_ids=tuple(model.encode("", turns, tools if calls else [])), id="0")
             if calls:
                 [prompt] = model.schemas.constrain_calls([prompt], functions, tool_format, decoder, sampling)

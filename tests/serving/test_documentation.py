@@ -34,8 +34,8 @@ BLOCKS = re.findall(r"```(\w*)\n(.*?)```", PAGE, re.DOTALL)
 
 def block(beginning: str) -> str:
     """Return the one block that begins so."""
-    [block] = [text for _, text in BLOCKS if text.startswith(beginning)]
-    return block
+    [found] = [text for _, text in BLOCKS if text.startswith(beginning)]
+    return found
 
 
 def served_before(text: str) -> Path:

@@ -99,7 +99,7 @@ def test_transformers_serve_streams_what_our_engine_decodes(host: tuple[str, str
         for text, length in (("12+34,56+78>", 24), ("7+8=", 5)):
             expected = model.generate([text], decoder=ReFusion(), max_new_tokens=length)[0].text
             assert "".join(pieces(text, max_tokens=length, temperature=0)) == expected
-        for temperature in (0.7, 1.0):  # it would be greedy without a word
+        for temperature in (0.7, 1.0):  # not ignored in silence
             with pytest.raises(openai.APIError) as caught:
                 pieces("1+1", max_tokens=5, temperature=temperature)
             message = f"temperature: expected none, got {temperature} in the generation config"
@@ -109,19 +109,20 @@ def test_transformers_serve_streams_what_our_engine_decodes(host: tuple[str, str
 def test_the_example_for_litserve_gives_each_request_its_answer(tmp_path: Path) -> None:
     pytest.importorskip("litserve", reason="needs litserve: pip install litserve")
     model = load(MODEL, device="cpu")
-    asked = [("12+34,56+78>", 24), ("7+8=", 5), ("99+1", 24), ("3,4", 16)]
+    questions = [("12+34,56+78>", 24), ("7+8=", 5), ("99+1", 24), ("3,4", 16)]
     with (
         run_server([sys.executable, str(EXAMPLE), str(MODEL), "--port"], tmp_path) as url,
         ThreadPoolExecutor(4) as pool,
     ):
 
-        def answer(text: str, length: int) -> Any:
+        def answer(question: tuple[str, int]) -> Any:
+            text, length = question
             body = json.dumps({"prompt": text, "max_tokens": length}).encode()
             request = urllib.request.Request(f"{url}/predict", body, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=60) as response:
                 return json.loads(response.read())
 
-        answers = list(pool.map(lambda arguments: answer(*arguments), asked))
-    rows = [model.generate([text], max_new_tokens=length)[0] for text, length in asked]
+        answers = list(pool.map(answer, questions))
+    rows = [model.generate([text], max_new_tokens=length)[0] for text, length in questions]
     expected = [{"text": row.text, "tokens": row.num_tokens, "forwards": row.num_forwards} for row in rows]
     assert answers == expected

@@ -61,9 +61,8 @@ def test_completions_have_offsets(model: TextModel) -> None:
     assert "".join(logprobs.tokens) == expected.text
     assert [expected.text[offset:][:1] for offset in logprobs.text_offset] == [token[:1] for token in logprobs.tokens]
     assert streamed == {"tokens": logprobs.tokens, "text_offset": logprobs.text_offset}
-    assert logprobs.token_logprobs == pytest.approx(
-        [entry.logprob for entry in expected.logprobs if entry][:-1], abs=1e-5
-    )
+    expected_logprobs = [entry.logprob for entry in expected.logprobs if entry][:-1]  # without the end of the response
+    assert logprobs.token_logprobs == pytest.approx(expected_logprobs, abs=1e-5)
     assert [max(top.values()) for top in logprobs.top_logprobs] == pytest.approx(logprobs.token_logprobs)
 
 

@@ -48,10 +48,11 @@ def fit(
 
 
 def test_sizes_follow_the_borders_and_a_resumed_run_ends_alike(tmp_path: Path) -> None:
-    whole, seen = fit(tmp_path / "whole")
-    assert seen.sizes == {0: (1,), 1: (1,), 2: (1,), 3: (3,), 4: (3,), 5: (7,), 6: (7,), 7: (7,)}
-    resumed, after = fit(tmp_path / "resumed", checkpoint=tmp_path / "whole" / "step=3.ckpt")
-    assert after.sizes == {step: size for step, size in seen.sizes.items() if step >= 3}
+    whole, recorded = fit(tmp_path / "whole")
+    # The borders are steps 2 and 4 of 8.
+    assert recorded.sizes == {0: (1,), 1: (1,), 2: (1,), 3: (3,), 4: (3,), 5: (7,), 6: (7,), 7: (7,)}
+    resumed, recorded_after = fit(tmp_path / "resumed", checkpoint=tmp_path / "whole" / "step=3.ckpt")
+    assert recorded_after.sizes == {step: size for step, size in recorded.sizes.items() if step >= 3}
     for name, weight in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], weight), name
 

@@ -41,7 +41,11 @@ def _one_step(training_figures: TrainingFigures) -> None:
 def _clean(*ids: str) -> ResponseBatch:
     ones = torch.ones(len(ids), dtype=torch.long)
     return ResponseBatch(
-        input_ids=ones[:, None], prompt_lengths=0 * ones, response_lengths=ones, sample_keys=ones, ids=[*ids]
+        input_ids=ones[:, None],
+        prompt_lengths=torch.zeros_like(ones),
+        response_lengths=ones,
+        sample_keys=ones,
+        ids=[*ids],
     )
 
 
@@ -54,10 +58,10 @@ def test_the_clock_of_the_steps_stands_still_in_a_validation(monkeypatch: pytest
     _one_step(training_figures)
     figures = training_figures.compute()
     assert "positions_per_second" not in figures  # nothing to measure from yet
-    assert float(figures["num_positions"]) == 50
-    assert float(figures["padding"]) == pytest.approx(0.2)
-    assert (float(figures["ar"]), float(figures["mdm"])) == (2.0, 0.5)
-    assert float(figures["loss"]) == pytest.approx(2.25)
+    assert float(figures["num_positions"]) == 40 + 2 * 5
+    assert float(figures["padding"]) == pytest.approx(2 / 10)
+    assert (float(figures["ar"]), float(figures["mdm"])) == (6 / 3, 1 / 2)
+    assert float(figures["loss"]) == pytest.approx(2 + 0.5 * 0.5)
     now += 2
     validation = Validation(Hybrid(), training_figures)
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
@@ -67,7 +71,7 @@ def test_the_clock_of_the_steps_stands_still_in_a_validation(monkeypatch: pytest
     _one_step(training_figures)
     now += 3
     _one_step(training_figures)
-    assert float(training_figures.compute()["positions_per_second"]) == pytest.approx(20 / 5)
+    assert float(training_figures.compute()["positions_per_second"]) == pytest.approx(2 * 10 / (2 + 3))
 
 
 def test_each_micro_batch_of_a_step_has_the_counts_of_the_step() -> None:

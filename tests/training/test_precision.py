@@ -66,7 +66,8 @@ def test_test_and_predict_decode_in_every_precision(tmp_path: Path, precision: s
     module, data = _parts()
     _trainer(tmp_path, precision).test(module, data, verbose=False)
     figures = module.evaluation.results["refusion"]
-    assert figures["score"] == sum(line["score"] for line in predictions) / 6 > 0.5
+    assert figures["score"] == sum(line["score"] for line in predictions) / 6
+    assert figures["score"] > 0.5, "the model answers most questions"
     assert figures["num_tokens"] == sum(line["num_tokens"] for line in predictions)
 
 
@@ -95,9 +96,8 @@ def test_low_precision_weights_are_warned_of_before_training(tmp_path: Path, pre
     module, data = _parts()
     trainer = _trainer(tmp_path, precision)
     if precision in ("bf16-true", "16-true"):
-        with pytest.warns(
-            UserWarning, match=r"expected float32 weights for training with SGD, got b?float16.*bf16-mixed"
-        ):
+        message = r"expected float32 weights for training with SGD, got b?float16.*bf16-mixed"
+        with pytest.warns(UserWarning, match=message):
             trainer.fit(module, data)
     else:
         trainer.fit(module, data)  # any warning is an error

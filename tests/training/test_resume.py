@@ -34,7 +34,8 @@ from refusion_lit.types import SamplingParams
 from support.tiny import TINY_QWEN
 
 SHORT = SamplingParams(max_new_tokens=4)
-HOOKS = ("on_train_batch_end", "on_validation_end", "on_train_epoch_end")
+AFTER_BATCH, AFTER_VALIDATION, AFTER_EPOCH = "on_train_batch_end", "on_validation_end", "on_train_epoch_end"
+HOOKS = (AFTER_BATCH, AFTER_VALIDATION, AFTER_EPOCH)
 
 
 class StoppedError(Exception):
@@ -58,10 +59,10 @@ class StopAt(L.Callback):
 class Recorded(SlotDiffusionModule):
     """Records the step, the epoch and the samples of every corrupted batch."""
 
-    seen: list[tuple[int, int, list[str]]]
+    batches: list[tuple[int, int, list[str]]]
 
     def corrupt(self, batch: ResponseBatch) -> CorruptedBatch:
-        self.seen.append((self.global_step, self.current_epoch, batch.ids))
+        self.batches.append((self.global_step, self.current_epoch, batch.ids))
         return super().corrupt(batch)
 
 
@@ -72,23 +73,24 @@ class Training:
     num_batches: int
     num_accumulated: int = 1
     limits: dict[str, int] = field(default_factory=dict)
-    validates: dict[str, Any] = field(default_factory=dict)
+    validation: dict[str, Any] = field(default_factory=dict)
     schedule: dict[int, int] | None = None
     precision: str = "32-true"
 
     def run(self, stops: Sequence[tuple[int, str]] = ()) -> tuple[dict[str, Tensor], list[Any], tuple[int, int]]:
-        """Train with stops; return the weights, what :class:`Recorded` has seen, and the final step and epoch."""
-        seen: list[Any] = []
+        """Train with stops; return the weights, the recorded batches, and the final step and epoch."""
+        batches: list[Any] = []
         path: Path | None = None
         with tempfile.TemporaryDirectory() as folder:
-            for number, stop in enumerate([*stops, (-1, HOOKS[0])]):
+            # No step has the number -1: the last part goes to the end.
+            for number, stop in enumerate([*stops, (-1, AFTER_BATCH)]):
                 saved = Path(folder) / f"{number}.ckpt"
                 task = Additions(num_train=2 * self.num_batches, num_validation=1, num_test=1)
                 data = InstructionDataModule(task, CharacterTokenizer(), 2)
                 backbone = BackboneConfig(config={**TINY_QWEN, "attention_dropout": 0.1})
                 schedule = WarmupCosine(warmup_steps=2)
                 module = Recorded(backbone, data.built_tokenizer, Masked(), schedule=schedule, sampling=SHORT)
-                module.seen = seen
+                module.batches = batches
                 callbacks: list[L.Callback] = [StopAt(*stop, saved)]
                 if self.schedule is not None:
                     callbacks.append(GradientAccumulationScheduler(self.schedule))
@@ -96,7 +98,7 @@ class Training:
                 trainer = L.Trainer(
                     accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
                     enable_checkpointing=False, callbacks=callbacks, num_sanity_val_steps=0, precision=precision,
-                    accumulate_grad_batches=self.num_accumulated, **self.limits, **self.validates,
+                    accumulate_grad_batches=self.num_accumulated, **self.limits, **self.validation,
                 )  # fmt: skip
                 try:
                     trainer.fit(module, data, ckpt_path=path)
@@ -104,7 +106,7 @@ class Training:
                     path = saved
                 else:
                     break
-        return module.model.state_dict(), seen, (trainer.global_step, trainer.current_epoch)
+        return module.model.state_dict(), batches, (trainer.global_step, trainer.current_epoch)
 
     def check(self, stops: Sequence[tuple[int, str]]) -> None:
         """Compare a training with stops with one without."""
@@ -118,7 +120,7 @@ TRAININGS = st.builds(
     num_batches=st.integers(2, 4),
     num_accumulated=st.integers(1, 3),
     limits=st.sampled_from([{"max_epochs": 3}, {"max_epochs": 4, "max_steps": 7}, {"max_steps": 6}]),
-    validates=st.sampled_from(
+    validation=st.sampled_from(
         [
             {"check_val_every_n_epoch": 1},
             {"check_val_every_n_epoch": 2},
@@ -131,11 +133,11 @@ STOPS = st.lists(st.tuples(st.integers(1, 11), st.sampled_from(HOOKS)), max_size
 
 @pytest.mark.filterwarnings("ignore")
 @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
-@example(Training(3, limits={"max_epochs": 4}), [(3, HOOKS[0]), (6, HOOKS[0]), (9, HOOKS[0])])
-@example(Training(3, limits={"max_epochs": 4}), [(3, HOOKS[2]), (6, HOOKS[2]), (8, HOOKS[0])])
-@example(Training(4, 3, limits={"max_epochs": 4}), [(2, HOOKS[1]), (3, HOOKS[0]), (6, HOOKS[1])])
-@example(Training(4, limits={"max_epochs": 3}, schedule={0: 1, 1: 2, 2: 3}), [(5, HOOKS[0]), (7, HOOKS[0])])
-@example(Training(3, limits={"max_epochs": 2}, precision="64-true"), [(2, HOOKS[0]), (3, HOOKS[2])])
+@example(Training(3, limits={"max_epochs": 4}), [(3, AFTER_BATCH), (6, AFTER_BATCH), (9, AFTER_BATCH)])
+@example(Training(3, limits={"max_epochs": 4}), [(3, AFTER_EPOCH), (6, AFTER_EPOCH), (8, AFTER_BATCH)])
+@example(Training(4, 3, limits={"max_epochs": 4}), [(2, AFTER_VALIDATION), (3, AFTER_BATCH), (6, AFTER_VALIDATION)])
+@example(Training(4, limits={"max_epochs": 3}, schedule={0: 1, 1: 2, 2: 3}), [(5, AFTER_BATCH), (7, AFTER_BATCH)])
+@example(Training(3, limits={"max_epochs": 2}, precision="64-true"), [(2, AFTER_BATCH), (3, AFTER_EPOCH)])
 @given(TRAININGS, STOPS)
 def test_stops_change_nothing(training: Training, stops: list[tuple[int, str]]) -> None:
     training.check(sorted(stops))
@@ -184,7 +186,7 @@ def test_checkpoints_of_python_users_hold_the_validation_of_their_step(tmp_path:
         return [saving, EarlyStopping("val/loss", mode="max", patience=3, min_delta=100.0)]
 
     unbroken = _fit(tmp_path, 20, *callbacks("unbroken"), **options)
-    stopped = StopAt(5, HOOKS[0], tmp_path / "unused.ckpt")
+    stopped = StopAt(5, AFTER_BATCH, tmp_path / "unused.ckpt")
     _fit(tmp_path, 20, *callbacks("resumed"), stopped, **options)
     resumed = _fit(tmp_path, 20, *callbacks("resumed"), resume=tmp_path / "resumed" / "last.ckpt", **options)
     assert unbroken.global_step == resumed.global_step == 8  # the first validation and three that are not better

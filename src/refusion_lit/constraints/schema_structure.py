@@ -18,7 +18,7 @@ OPTION = "json_schema"
 """The option that errors name."""
 MAX_ITEMS = 4
 """Maximum array length without ``maxItems``."""
-NOTES = {"type", "$schema", "$comment", "title", "description", "default", "examples"}
+NOTE_KEYWORDS = {"type", "$schema", "$comment", "title", "description", "default", "examples"}
 """Keywords beside which any other keyword may stand."""
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 TYPES: dict[object, tuple[set[type], set[str]]] = {
@@ -35,7 +35,7 @@ VALUES = ("const", "enum")
 """Keywords that list the values."""
 UNIONS = ("anyOf", "oneOf")
 """Keywords that list alternative schemas for a value."""
-FIX = "change the schema, or use Autoregressive or SelfSpeculative"
+SCHEMA_FIX = "change the schema, or use Autoregressive or SelfSpeculative"
 
 
 def inline_references(schema: Any, root: Any, known: dict[str, Any], path: tuple[str, ...]) -> Any:  # noqa: ANN401 - any JSON value
@@ -56,7 +56,7 @@ def inline_references(schema: Any, root: Any, known: dict[str, Any], path: tuple
     only = rest["allOf"] if isinstance(rest.get("allOf"), list) and len(rest["allOf"]) == 1 else None
     if "$ref" in rest or only is not None:
         keyword = "$ref" if "$ref" in rest else "allOf"
-        for other in sorted(rest.keys() - (NOTES - {"type"}) - {keyword}):
+        for other in sorted(rest.keys() - (NOTE_KEYWORDS - {"type"}) - {keyword}):
             raise refusal(f"{other} beside {keyword}", "the schema")
         if keyword == "allOf" and only is not None:
             return inline_references(only[0], root, known, path)
@@ -163,5 +163,5 @@ def refusal(what: str, name: str) -> OptionError:
         what: The schema part.
         name: The value to which it belongs.
     """
-    message = f"{OPTION}: a decoder that draws in any order cannot enforce {what} in {name}; {FIX}."
+    message = f"{OPTION}: a decoder that draws in any order cannot enforce {what} in {name}; {SCHEMA_FIX}."
     return OptionError(message, OPTION)

@@ -21,10 +21,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from refusion_lit.constraints.schema_structure import (
-    FIX,
     MAX_ITEMS,
-    NOTES,
+    NOTE_KEYWORDS,
     OPTION,
+    SCHEMA_FIX,
     TYPES,
     UNIONS,
     VALUES,
@@ -292,7 +292,7 @@ class TemplateCompiler:
         types = {kind for name in kinds for kind in TYPES.get(name, (set(), set()))[0]}
         keywords = {keyword for name in kinds for keyword in TYPES.get(name, (set(), set()))[1]}
         listed = next(({keyword} for keyword in VALUES if keyword in schema), set())
-        for keyword in sorted(schema.keys() - NOTES - (listed or keywords)):
+        for keyword in sorted(schema.keys() - NOTE_KEYWORDS - (listed or keywords)):
             raise refusal(keyword, name)
         if listed:
             options = [schema["const"]] if "const" in schema else list(schema["enum"])
@@ -325,7 +325,7 @@ class TemplateCompiler:
 
     def _union(self, schema: Mapping[str, Any], union: str, name: str) -> Iterator[Any]:
         """Yield the cases for ``anyOf`` or ``oneOf``."""
-        for keyword in sorted(schema.keys() - NOTES - {union}) + ["type"] * ("type" in schema):
+        for keyword in sorted(schema.keys() - NOTE_KEYWORDS - {union}) + ["type"] * ("type" in schema):
             raise refusal(f"{keyword} beside {union}", name)
         options = schema[union]
         if not isinstance(options, list):
@@ -444,7 +444,7 @@ class TemplateCompiler:
             ids = [token for text in texts for token in self._ids.get(text, ())]
             if not ids:
                 names = ", ".join(map(repr, texts))
-                message = f"{OPTION}: this tokenizer has no token for any of {names}; {FIX}."
+                message = f"{OPTION}: this tokenizer has no token for any of {names}; {SCHEMA_FIX}."
                 raise OptionError(message, OPTION)
             self._sets[texts] = torch.tensor(ids)
         return self._sets[texts]
@@ -452,7 +452,7 @@ class TemplateCompiler:
     def _encode(self, text: str) -> list[int]:
         ids = encode_within(self._tokenizer, text)
         if "".join(self._texts[token] for token in ids) != text:
-            message = f"{OPTION}: this tokenizer cannot write {text[:40]!r}; {FIX}."
+            message = f"{OPTION}: this tokenizer cannot write {text[:40]!r}; {SCHEMA_FIX}."
             raise OptionError(message, OPTION)
         return ids
 

@@ -198,10 +198,11 @@ class GreedySampler:
 
     def draw(self, logits: Float[Tensor, "draft vocab"], first: int, results: GroupResults) -> Int[Tensor, " draft"]:  # noqa: ARG002
         """Return every row's most probable token."""
-        kept = logits.index_select(-1, self._banned) if self._restore else None
-        tokens = first_argmax(logits.index_fill_(-1, self._banned, -math.inf).narrow(-1, 0, self._vocab_size))
-        if kept is not None:  # probabilities are over all ids
-            logits.index_copy_(-1, self._banned, kept)
+        banned_logits = logits.index_select(-1, self._banned) if self._restore else None
+        logits.index_fill_(-1, self._banned, -math.inf)
+        tokens = first_argmax(logits.narrow(-1, 0, self._vocab_size))
+        if banned_logits is not None:  # probabilities are over all ids
+            logits.index_copy_(-1, self._banned, banned_logits)
         return tokens
 
     def probabilities(self, logits: Float[Tensor, "position vocab"]) -> Float[Tensor, "position vocab"]:

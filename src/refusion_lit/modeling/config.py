@@ -387,7 +387,7 @@ def _unknown_option(name: str, config: Any) -> ValueError:  # noqa: ANN401 - one
 
 
 def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a transformers model, or peft's wrapper
-    """Refuse models whose logits or attention the adapter would change.
+    """Refuse models whose logits or attention :class:`~refusion_lit.modeling.backbone.Backbone` would change.
 
     Args:
         model: The model.

@@ -166,7 +166,7 @@ def save_adapters(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, direct
     config = model.peft_config[model.active_adapter]
     config.base_model_name_or_path = adapters.base
     config.revision = adapters.revision
-    model.save_pretrained(path, save_embedding_layers=False)  # whole matrices are not needed, see above
+    model.save_pretrained(path, save_embedding_layers=False)  # new rows are trainable tokens, not matrices
     tokenizer.save_pretrained(path)
 
 

@@ -149,6 +149,7 @@ class InstructionFiles(FileTask):
     num_malformed: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
     num_left_out: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
     num_context_turns: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
+    # The examples of each row, by split.
     _samples: dict[str, list[list[Example]]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

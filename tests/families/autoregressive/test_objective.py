@@ -28,7 +28,7 @@ def test_loss_is_the_mean_over_response_tokens(
     head = torch.nn.Linear(6, 50)
     losses = []
     for row, (prompt, response) in enumerate(LENGTHS):
-        for place in range(max(prompt, 1), prompt + response):
+        for place in range(max(prompt, 1), prompt + response):  # the token at a place is 10 + place
             losses.append(F.cross_entropy(head(hidden[row, place - 1])[None], torch.tensor([10 + place])))  # noqa: PERF401
     loss = objective.loss(hidden, head, corrupted)
     assert loss.counts.tolist() == [len(losses)]

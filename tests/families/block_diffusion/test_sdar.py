@@ -18,9 +18,8 @@ def decode_prompt(
     decoder: BlockDiffusion, prompt: Prompt, ends: tuple[int, ...], sampling: SamplingParams, *, trace: bool = False
 ) -> Generation:
     traits = ModelTraits(attention="block_causal", block_size=decoder.block_size, predictions=("mask",))
-    [row] = decode(
-        tiny_backbone(traits, replace(SPECIAL, eos_token_ids=ends)), decoder, [prompt], sampling, trace=trace
-    ).rows
+    model = tiny_backbone(traits, replace(SPECIAL, eos_token_ids=ends))
+    [row] = decode(model, decoder, [prompt], sampling, trace=trace).rows
     return row
 
 
@@ -29,6 +28,7 @@ def test_a_block_costs_its_steps_and_one_forward_that_stores_it(threshold: float
     decoder = BlockDiffusion(block_size=4, num_steps=4, threshold=threshold, confidence="tempered", fused=False)
     prompt = Prompt(token_ids=(3, 4, 5, 6, 7, 8, 9, 10), id="p")
     row = decode_prompt(decoder, prompt, NO_END, SamplingParams(max_new_tokens=20))
+    # One stores the prompt; of the five blocks, the last is not stored.
     assert row.num_forwards == 1 + 5 * (num_per_block + 1) - 1
 
 

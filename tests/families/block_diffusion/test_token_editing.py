@@ -35,23 +35,14 @@ def slow_editing(
     special, length = model.special_tokens, length + sum(token is not None for token in known)
     holes_end = len(known) if None in known else 0
     while True:
-        first, start = len(text), len(text) - len(prompt)
-        left = size - first % size
-        block: list[int | None] = [*known[start:], *[None] * left][:left]
+        start = len(text) - len(prompt)
+        num_left = size - len(text) % size
+        block: list[int | None] = [*known[start:], *[None] * num_left][:num_left]
         fixed = [token is not None for token in block]
         num_post = 0
         while not all(fixed) and num_post < decoder.max_post_steps:
-            row = [*text, *(MASK if token is None else token for token in block)]
-            number = torch.arange(len(row)) // size
-            sees = (number[:, None] >= number)[None]
-            hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], sees)
-            logits = model.logits(hidden[0]).double()[first:]
+            best, sure = read_block(model, text, block, size, holes_end - start)
             num_forwards += 1
-            best = []
-            for place, row in enumerate(logits, start):
-                banned = [*special.banned_token_ids, *(special.eos_token_ids if place < holes_end else ())]
-                best.append(best_allowed(row, banned, special.vocab_size))
-            sure = [float(p[token]) for p, token in zip(logits.softmax(-1), best, strict=True)]
             masked = [i for i, token in enumerate(block) if token is None]
             filled = [i for i in masked if sure[i] > decoder.mask_threshold]
             filled = filled or sorted(masked, key=lambda i: (-sure[i], i))[:1]
@@ -68,6 +59,31 @@ def slow_editing(
         response = text[len(prompt) :][:length]
         if set(special.eos_token_ids) & set(response) or len(response) == length:
             return cut(response, special.eos_token_ids), num_forwards
+
+
+def read_block(
+    model: LanguageModel, text: list[int], block: list[int | None], block_size: int, num_without_eos: int
+) -> tuple[list[int], list[float]]:
+    """Return the most probable token at each place of a block, and its probability.
+
+    Args:
+        model: The model.
+        text: The tokens before the block.
+        block: Its tokens; ``None``: masks.
+        block_size: Size of a block; the first may be shorter.
+        num_without_eos: Number of places, from the left, at which no EOS token may be drawn.
+    """
+    special = model.special_tokens
+    ids = [*text, *(MASK if token is None else token for token in block)]
+    blocks = torch.arange(len(ids)) // block_size
+    visible = (blocks[:, None] >= blocks)[None]
+    hidden = model.hidden_states(torch.tensor([ids]), torch.arange(len(ids))[None], visible)
+    logits = model.logits(hidden[0]).double()[len(text) :]
+    best = []
+    for place, scores in enumerate(logits):
+        banned = [*special.banned_token_ids, *(special.eos_token_ids if place < num_without_eos else ())]
+        best.append(best_allowed(scores, banned, special.vocab_size))
+    return best, logits.softmax(-1).gather(-1, torch.tensor(best)[:, None])[:, 0].tolist()
 
 
 @settings(max_examples=examples(42), deadline=None)
@@ -105,18 +121,18 @@ def test_without_edits_it_is_block_diffusion_and_a_forward_more_for_each_block(t
     traits = ModelTraits(attention="block_causal", block_size=4, predictions=("mask", "visible"))
     model = tiny_backbone(traits, replace(SPECIAL, eos_token_ids=(VOCAB + 2,)))
     requests = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (4, 8)]
-    ways = (
+    decoders = (
         TokenEditing(block_size=4, mask_threshold=threshold, edit_threshold=1.0),
         BlockDiffusion(block_size=4, threshold=threshold),
     )
-    edited, plain = (decode(model, way, requests, SamplingParams(max_new_tokens=20), batch_size=2).rows for way in ways)
-    assert [(row.token_ids, row.num_forwards) for row in edited] == [
-        (row.token_ids, row.num_forwards + 5) for row in plain
-    ]
+    sampling = SamplingParams(max_new_tokens=20)
+    edited_rows, plain_rows = (decode(model, decoder, requests, sampling, batch_size=2).rows for decoder in decoders)
+    for edited, plain in zip(edited_rows, plain_rows, strict=True):
+        assert (edited.token_ids, edited.num_forwards) == (plain.token_ids, plain.num_forwards + 20 // 4)
 
 
 class Regrets(FakeModel):
-    """Wants token 5 everywhere; once its right neighbour is known, place 3 wants 6 or, ``cycles``, what it is not.
+    """Wants token 5 everywhere; once its right neighbour is known, position 4 wants 6 or, ``cycles``, 5 and 6 in turn.
 
     Hidden states are the wanted tokens themselves.
     """
@@ -146,7 +162,10 @@ class Regrets(FakeModel):
 
 @pytest.mark.parametrize(("cycles", "expected", "num_forwards"), [(False, [6, 5, 5, 5], 3), (True, [5, 5, 5, 5], 17)])
 def test_a_token_is_replaced_once_its_neighbour_is_known(cycles: bool, expected: list[int], num_forwards: int) -> None:
-    """All masks are filled; then place 4 changes its mind, once, or until the bound."""
+    """All masks are filled; then position 4 changes its mind.
+
+    That happens once, before a forward that changes nothing, or until the bound of 16 forwards without masks.
+    """
     decoder = TokenEditing(block_size=4, mask_threshold=0.5, edit_threshold=0.5)
     prompt, sampling = Prompt(token_ids=(3, 4, 7, 8), id="p"), SamplingParams(max_new_tokens=4)
     [row] = decode(Regrets(cycles=cycles), decoder, [prompt], sampling).rows

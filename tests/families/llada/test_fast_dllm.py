@@ -63,7 +63,8 @@ def test_a_plain_loop_with_a_factor_gives_the_same(factor: float, cache: Any) ->
 def test_a_plain_loop_with_steps_gives_the_same(per_block: int, shifted: bool, cache: Any) -> None:
     decoder = FastDLLM(block_length=7, threshold=None, steps=per_block * 3, shifted=shifted, cache=cache)
     rule = by_quota(per_block, alone=int(shifted and cache != "none"))
-    check(decoder, 16, rule, PROMPTS[1:2])  # blocks of 7, 7 and 2
+    # The blocks have 7, 7 and 2 tokens.
+    check(decoder, 16, rule, PROMPTS[1:2])
     (row,) = run(decoder, 16, PROMPTS[:1])
     assert row.num_forwards == 2 * min(per_block, 7) + min(per_block, 2)
 

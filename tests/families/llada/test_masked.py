@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -77,8 +78,8 @@ def test_equals_the_slow_reference(
         assert corrupted.is_masked[row].nonzero()[:, 0].tolist() == masked
         assert attention_mask(corrupted) is not None
         for query in range(width):
-            seen = attention_mask(corrupted)[row, query].nonzero()[:, 0].tolist()
-            assert seen == list(range(len(text)))
+            visible_places = attention_mask(corrupted)[row, query].nonzero()[:, 0].tolist()
+            assert visible_places == list(range(len(text)))
     assert corrupted.counts.tolist() == [len(LENGTHS)]
     assert objective.terms == {"mdm": 1.0}
 
@@ -93,7 +94,7 @@ def test_tokens_are_masked_independently_with_the_given_ratio(
     corrupted = Masked().corrupt(batch, make_noise(batch), special_tokens, mask_ratio=torch.full((20_000,), 0.7))
     assert corrupted.is_masked is not None
     patterns = Counter(map(tuple, corrupted.is_masked[:, 1:].tolist()))
-    keys = [(a, b, c) for a in (False, True) for b in (False, True) for c in (False, True)]
+    keys = [*product((False, True), repeat=3)]
     expected = [20_000 * 0.7 ** sum(key) * 0.3 ** (3 - sum(key)) for key in keys]
     assert chi_square([patterns[key] for key in keys], expected) < 24.3  # 7 degrees of freedom, p = 0.001
 
