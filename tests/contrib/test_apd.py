@@ -27,8 +27,10 @@ CAUSAL = ModelTraits(predictions=("next_token",))
 
 def compute_logits(model: LanguageModel, row: list[int], *, causal: bool) -> Tensor:
     """Return the logits of a text, without a cache."""
-    sees = torch.ones(1, len(row), len(row), dtype=torch.bool)
-    hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], sees.tril() if causal else sees)
+    visible = torch.ones(1, len(row), len(row), dtype=torch.bool)
+    if causal:
+        visible = visible.tril()
+    hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], visible)
     return model.logits(hidden[0]).double()
 
 
@@ -47,16 +49,17 @@ def slow_apd(
         return best_allowed(logits, special.banned_token_ids, special.vocab_size)
 
     while True:
-        num = min(decoder.max_lookahead or length, len(prompt) + length - len(text))
+        num_drafts = min(decoder.max_lookahead or length, len(prompt) + length - len(text))
         known = len(text)
-        drafted = compute_logits(masked, [*text, *[MASK] * num], causal=False)[known - decoder.shifted :][:num]
+        logits = compute_logits(masked, [*text, *[MASK] * num_drafts], causal=False)
+        drafted = logits[known - decoder.shifted :][:num_drafts]
         drafts = [best(row) for row in drafted]
         num_forwards += 1
         text.append(drafts[0])
-        if num > 1:
+        if num_drafts > 1:
             num_forwards += 1
             verified = compute_logits(verifier, [*prompt, *text[len(prompt) : -1], *drafts], causal=True)
-            for j in range(1, num):
+            for j in range(1, num_drafts):
                 draft_logits, target_logits = drafted[j], verified[known + j - 1]
                 if best(draft_logits + (1 - weight) * (target_logits - draft_logits)) != drafts[j]:
                     break

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +20,11 @@ from support.loop_cases import LoopCase, loop_cases
 from support.slow_decoding import best_allowed, cut
 
 TRAITS = ModelTraits(predictions=("mask_shifted", "next_token"))
+
+
+def known_prefix(block: list[int | None]) -> list[int]:
+    """Return the tokens before the first mask."""
+    return [token for token in takewhile(lambda token: token is not None, block) if token is not None]
 
 
 def slow_card(model: LanguageModel, prompt: tuple[int, ...], decoder: CARD, length: int) -> tuple[list[int], int]:
@@ -44,10 +51,9 @@ def slow_card(model: LanguageModel, prompt: tuple[int, ...], decoder: CARD, leng
             chosen = [place for place in sure if sure[place] > decoder.threshold or num_rounds == decoder.max_rounds]
             for place in chosen or [max(sure, key=lambda place: (sure[place], -place))]:
                 block[place] = tokens[place]
-            known = block[: block.index(None)] if None in block else block
-            if set(eos) & set(known):
+            if set(eos) & set(known_prefix(block)):
                 break
-        text += [token for token in (block[: block.index(None)] if None in block else block) if token is not None]
+        text += known_prefix(block)
     return cut(text[len(prompt) :], eos), num_forwards
 
 
@@ -70,10 +76,11 @@ def test_blocks_of_one_token_are_autoregressive_decoding(decoder: CARD) -> None:
     model = tiny_backbone(TRAITS)
     batch = [Prompt(token_ids=tuple(range(3, 3 + n)), id=str(n)) for n in (1, 4, 7)]
     sampling = SamplingParams(max_new_tokens=20)
-    rows, expected = (decode(model, way, batch, sampling, batch_size=2).rows for way in (decoder, Autoregressive()))
-    assert [(r.token_ids, r.num_forwards, r.num_positions) for r in rows] == [
-        (r.token_ids, r.num_forwards, r.num_positions) for r in expected
-    ]
+    rows = decode(model, decoder, batch, sampling, batch_size=2).rows
+    expected_rows = decode(model, Autoregressive(), batch, sampling, batch_size=2).rows
+    for row, expected in zip(rows, expected_rows, strict=True):
+        assert row.token_ids == expected.token_ids
+        assert (row.num_forwards, row.num_positions) == (expected.num_forwards, expected.num_positions)
 
 
 def test_finished_blocks_are_computed_twice_and_the_block_up_to_its_last_mask() -> None:

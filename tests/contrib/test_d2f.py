@@ -60,9 +60,9 @@ def slow_d2f(
                 break
         # Tokens see their block and the blocks before; the prompt counts as block -1.
         row = [MASK if token is None else token for token in text]
-        number = torch.tensor([-1 if p < first else (p - first) // size for p in range(len(row))])
-        sees = (number[:, None] >= number)[None]
-        hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], sees)
+        numbers = torch.tensor([-1 if p < first else (p - first) // size for p in range(len(row))])
+        visible = (numbers[:, None] >= numbers)[None]
+        hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], visible)
         logits = model.logits(hidden[0]).double()
         num_forwards += 1
         # In each block fill the sure masks; an activated block without a sure mask fills its surest.

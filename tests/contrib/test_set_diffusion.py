@@ -85,8 +85,8 @@ def test_training_gives_the_probabilities_of_decoding(monkeypatch: pytest.Monkey
         hidden = model(corrupted.input_ids, corrupted.position_ids, corrupted.visible)[0, 3 + row.num_tokens :]
         trained = model.logits(hidden).softmax(-1)
     for i, entry in enumerate(row.trace):
-        read = entry.positions.index(order[i])
-        assert entry.probabilities[read] == pytest.approx(float(trained[i, entry.tokens[read]]), abs=1e-10)
+        index = entry.positions.index(order[i])
+        assert entry.probabilities[index] == pytest.approx(float(trained[i, entry.tokens[index]]), abs=1e-10)
 
 
 def test_a_window_of_one_mask_is_left_to_right_and_computes_each_token_once_beside_its_mask() -> None:

@@ -69,7 +69,8 @@ def test_ends_survive_checkpoints_and_exports(directory: Path, tmp_path: Path) -
     assert read_special_tokens(stored) == model.backbone.special_tokens
     save_model(model.backbone, model.tokenizer, tmp_path / "saved")
     assert refusion_lit.load(tmp_path / "saved").backbone.special_tokens == model.backbone.special_tokens
-    assert json.loads((tmp_path / "saved" / "generation_config.json").read_text())["eos_token_id"] == [1, 0]
+    stored_config = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert stored_config["eos_token_id"] == [END_OF_TURN, END_OF_TEXT]
 
 
 @pytest.mark.parametrize("unknown", [999, -1])

@@ -47,11 +47,11 @@ def test_states_and_gradients_are_those_of_whole_weights(mesh: DeviceMesh, compu
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(0))
     (expected * direction).sum().backward()
     (actual.float() * direction).sum().backward()
-    for (name, one), other in zip(whole.named_parameters(), parts.parameters(), strict=True):
-        assert isinstance(other.grad, DTensor), name
-        assert other.grad.dtype == torch.float32
-        assert one.grad is not None
-        _close(other.grad.full_tensor(), one.grad, rounded=compute_dtype is not None)
+    for (name, weight), part in zip(whole.named_parameters(), parts.parameters(), strict=True):
+        assert isinstance(part.grad, DTensor), name
+        assert part.grad.dtype == torch.float32
+        assert weight.grad is not None
+        _close(part.grad.full_tensor(), weight.grad, rounded=compute_dtype is not None)
 
 
 def _close(actual: torch.Tensor, expected: torch.Tensor, *, rounded: bool) -> None:
@@ -66,8 +66,8 @@ def test_gathered_weights_are_whole_from_then_on(mesh: DeviceMesh) -> None:
     shard(parts, mesh)
     gather(parts)
     assert not any(isinstance(weight, DTensor) for weight in parts.parameters())
-    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
-        torch.testing.assert_close(other, one)
+    for weight, gathered in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(gathered, weight)
 
 
 def test_an_architecture_without_a_list_of_layers_is_refused(mesh: DeviceMesh) -> None:

@@ -54,21 +54,22 @@ def file(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> P
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(TOKENS)
-    writer.add_token_types([3, 3, 3, *[1] * (len(TOKENS) - 3)])
+    control, normal = 3, 1
+    writer.add_token_types([control] * 3 + [normal] * (len(TOKENS) - 3))
     writer.add_token_merges(MERGES)
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, weight in model.model.state_dict().items():
-        outer = OUTER.get(name.removesuffix(".weight"))
-        if outer is None:
+        stored_name = OUTER.get(name.removesuffix(".weight"))
+        if stored_name is None:
             _, layer, inner = name.removesuffix(".weight").split(".", 2)
-            outer = f"blk.{layer}.{NAMES[inner]}"
+            stored_name = f"blk.{layer}.{NAMES[inner]}"
             heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(NAMES[inner])
             if heads:
                 halves = weight.view(heads, 2, config.head_dim // 2, config.hidden_size)
                 weight = halves.transpose(1, 2).reshape(weight.shape)
-        writer.add_tensor(f"{outer}.weight", weight.numpy())
+        writer.add_tensor(f"{stored_name}.weight", weight.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

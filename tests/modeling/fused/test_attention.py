@@ -43,9 +43,9 @@ def test_chunks_and_padded_rows_attend_as_each_token_does_alone(
     query, key, value = draw_states(seed, len(made.plan["row_index"]))
     for kind in ("chunks", "ranges", "matrix"):
         cache = prepare_cache(made.plan, num_rows, seed)
-        seen = made.mask if kind == "matrix" else made.visibility
+        visible = made.mask if kind == "matrix" else made.visibility
         calls = chunked_calls(made.visibility, torch.float64, max_mask) if kind == "chunks" else []
-        attend = RowAttention(made.rows, calls or [padded_call(made.rows, seen, cache, LIKE)], cache)
+        attend = RowAttention(made.rows, calls or [padded_call(made.rows, visible, cache, LIKE)], cache)
         actual = attend(0, query, key, value)
         torch.testing.assert_close(actual, attend_slowly(made.rows, made.mask, cache, query, key, value))
 
@@ -67,13 +67,13 @@ def test_heads_that_share_keys_attend_as_each_does_alone(
         torch.randn(2, length, heads, DIM, generator=generator, dtype=torch.float64).to(dtype)
         for length, heads in ((num_queries, 2 * times), (num_keys, 2), (num_keys, 2))
     )
-    seen = torch.rand(2, 1, num_queries, num_keys, generator=generator) < 0.6
-    seen[..., 0] = True
+    visible = torch.rand(2, 1, num_queries, num_keys, generator=generator) < 0.6
+    visible[..., 0] = True
     if kind != "mask":
-        seen = torch.ones_like(seen)
+        visible = torch.ones_like(visible)
     if kind == "causal":
-        seen = seen.tril()
-    added = torch.where(seen, 0.0, -torch.inf).to(dtype)
+        visible = visible.tril()
+    added = torch.where(visible, 0.0, -torch.inf).to(dtype)
     actual = attend_rows(query, key, value, added if kind == "mask" else None, is_causal=kind == "causal")
     key, value = (states.double().repeat_interleave(times, 2) for states in (key, value))
     scores = torch.einsum("rqhd,rkhd->rhqk", query.double(), key) / DIM**0.5 + added.double()
@@ -92,10 +92,8 @@ def test_tokens_attend_to_each_other_without_a_cache(seed: int, lengths: list[in
         Span(row, 0, n, 0, (), chance.choice([None, [0] * n, [i // 2 for i in range(n)]]))
         for row, n in enumerate(lengths)
     ]
-    visibility, rows = (
-        Visibility(spans, (len(lengths), longest), longest),
-        Rows(torch.Size((len(lengths), longest)), None),
-    )
+    visibility = Visibility(spans, (len(lengths), longest), longest)
+    rows = Rows(torch.Size((len(lengths), longest)), None)
     query, key, value = draw_states(seed, len(lengths) * longest)
 
     def attend(calls: list[Call]) -> Tensor:
