@@ -53,9 +53,9 @@ def test_batching_changes_nothing_that_is_counted_by_prompt() -> None:
     together.update(_output(rows, seconds=1.0), [1.0, 0.0, 1.0])
     for row, score in zip(rows, (1.0, 0.0, 1.0), strict=True):
         alone.update(_output([row], seconds=1.0), [score])
-    one, other = together.compute(), alone.compute()
+    figures, expected = together.compute(), alone.compute()
     for key in ("score", "tokens_per_forward", "positions_per_token", "num_forwards", "paper_tokens_per_forward"):
-        assert one[key] == pytest.approx(other[key])
+        assert figures[key] == pytest.approx(expected[key])
 
 
 def test_latency_quantiles_are_within_a_bin() -> None:

@@ -19,7 +19,10 @@ def test_a_training_resumes_from_the_newest_file_with_optimizer_states(tmp_path:
     }
     for age, (name, content) in enumerate(contents.items()):
         path = tmp_path / name
-        torch.save(content, path) if content else path.write_bytes(b"PK")
+        if content is None:
+            path.write_bytes(b"PK")
+        else:
+            torch.save(content, path)
         os.utime(path, (1000 + age, 1000 + age))
     assert newest_checkpoint([tmp_path]) == tmp_path / "weights.ckpt"
     assert find_newest([tmp_path], resumable=True) == (tmp_path / "last.ckpt", [tmp_path / "damaged.ckpt"])

@@ -37,7 +37,8 @@ def test_a_test_stores_what_was_run_and_where(tested: Path) -> None:
 def test_the_shapes_of_calls_add_up_to_the_figures(tested: Path) -> None:
     results = json.loads((tested / "results.json").read_text())
     figures = results["results"]["refusion"]
-    # A line has the number of calls last; its second number is that of new positions.
+    # The second number of a line is that of a call's positions, the fourth that of such calls. A call without positions
+    # reads the head alone.
     shapes = [tuple(map(int, line.split())) for line in results["call_shapes"]["refusion"]]
     assert sum(shape[3] for shape in shapes if shape[1]) == figures["num_calls"]
     assert sum(shape[1] * shape[3] for shape in shapes) == figures["num_positions"]

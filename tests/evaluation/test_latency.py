@@ -46,12 +46,10 @@ def test_every_entrant_decodes_every_batch_in_turn(monkeypatch: pytest.MonkeyPat
         assert {first, second} == decoders.keys()
         assert batch == again
     assert {name for name, _ in turns[::2]} == decoders.keys(), "each goes first in some turns"
-    assert {
-        size: {name: len(timings.seconds) for name, timings in speeds.items()} for size, speeds in actual.items()
-    } == {
-        1: {"refusion": 4, "left to right": 4},
-        2: {"refusion": 3, "left to right": 3},
-    }
+    assert actual.keys() == {1, 2}
+    for size, num_batches in ((1, 4), (2, 3)):  # all four prompts, and at least three batches
+        assert actual[size].keys() == decoders.keys()
+        assert all(len(timings.seconds) == num_batches for timings in actual[size].values())
     reference = model.decode(prompts, decoders["refusion"], sampling)
     sizes = {row.num_tokens for row in reference.rows}
     assert set(actual[1]["refusion"].num_tokens) <= sizes
@@ -66,15 +64,15 @@ def test_every_entrant_is_timed_with_its_number_of_threads(monkeypatch: pytest.M
         name: Entrant(model=model, decoder=ReFusion(), sampling=sampling, prompts=prompts, num_threads=num_threads)
         for name, num_threads in {"two": 2, "three": 3, "default": None}.items()
     }
-    used = []
+    nums_threads = []
 
     def record_threads(self: TextModel, *args: object, **options: object) -> DecodingOutput:
-        used.append(torch.get_num_threads())
+        nums_threads.append(torch.get_num_threads())
         return DecodingOutput()
 
     monkeypatch.setattr(TextModel, "decode", record_threads)
     measure_latency(entrants, LatencyOptions(num_prompts=1, batch_sizes=(1,), min_batches=2))
-    assert sorted(used) == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert sorted(nums_threads) == [1, 1, 1, 2, 2, 2, 3, 3, 3]
     assert torch.get_num_threads() == 1
 
 

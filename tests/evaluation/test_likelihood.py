@@ -31,8 +31,8 @@ def predictions(backbone: Backbone, ids: list[int], block_size: int) -> torch.Te
     """Return log-probabilities [token, vocab] of a forward over whole texts, one block after the other."""
     blocks = (torch.arange(len(ids)) // block_size)[None]
     with torch.no_grad():
-        seen = order_mask(blocks, torch.tensor([len(ids)]))
-        hidden = backbone.hidden_states(torch.tensor([ids]), torch.arange(len(ids))[None], seen)
+        visible = order_mask(blocks, torch.tensor([len(ids)]))
+        hidden = backbone.hidden_states(torch.tensor([ids]), torch.arange(len(ids))[None], visible)
         logits = backbone.logits(hidden)[0, :, : backbone.special_tokens.vocab_size]
     return logits.double().log_softmax(-1)
 
@@ -101,11 +101,11 @@ def test_counts_of_masks_are_stratified(monkeypatch: pytest.MonkeyPatch, batch_s
     backbone, text, counts = published_model("llada-tiny").backbone, [1, 2, 11, 3, 4], []
     run = backbone.hidden_states
 
-    def spy(ids: torch.Tensor, *others: Any) -> torch.Tensor:
+    def count_masks(ids: torch.Tensor, *others: Any) -> torch.Tensor:
         counts.extend((ids == backbone.special_tokens.mask_token_id).sum(1).tolist())
         return run(ids, *others)
 
-    monkeypatch.setattr(backbone, "hidden_states", spy)
+    monkeypatch.setattr(backbone, "hidden_states", count_masks)
     monte_carlo_masked(backbone, CONTEXT, text, num_draws=10, batch_size=batch_size)
     assert sorted(counts) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
