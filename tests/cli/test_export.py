@@ -15,6 +15,7 @@ import refusion_lit
 from cli.conftest import QUICKSTART, REPOSITORY, TINY_TEST
 from refusion_lit.checkpoints.models import read_default_decoder
 from refusion_lit.cli import main
+from refusion_lit.cli.export import atomic_directory
 from refusion_lit.decoding import LLaDA, ReFusion, SelfSpeculative
 from refusion_lit.evaluation.predictions import class_and_options
 from support.forks import run_without_us
@@ -253,3 +254,18 @@ def test_an_exported_directory_keeps_the_prompt_template(checkpoint: str, tmp_pa
     save_model(model.backbone, model.tokenizer, tmp_path / "exported", prompt_template="{query}>")
     assert refusion_lit.load(tmp_path / "exported").prompt_template == "{query}>"
     assert model.prompt_template == "{query}"
+
+
+def test_an_empty_directory_that_exists_is_filled_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory is not replaced, because it may be a working directory or the target of a link."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for path, place in ((".", "here"), (str(tmp_path / "link"), "there")):
+        with atomic_directory(path) as directory:
+            (directory / "file").write_text("content")
+            assert not (tmp_path / place / "file").exists()
+        assert (tmp_path / place / "file").read_text() == "content"
+    assert Path("file").is_file()
+    assert sorted(os.listdir(tmp_path)) == ["here", "link", "there"]

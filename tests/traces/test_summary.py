@@ -41,38 +41,37 @@ def test_against_plain_loops(seed: int) -> None:
     trace = random_trace(seed)
     actual = trace_statistics(trace)
     end = PROMPT_LENGTH + len(trace.token_ids)
-    lengths = []
-    slots = []
-    num_slots = out_of_order = num_drafts = num_replanned = 0
-    final_at: dict[int, int] = {}
-    drafted: dict[int, int] = {}
+    nums_tokens, nums_slots = [], []  # that are accepted at a time
+    final_at: dict[int, int] = {}  # the round that accepts a position
+    num_drafts: dict[int, int] = {}  # of a position
     for number, row in enumerate(trace.rounds):
         for position in row.positions:
             if position not in final_at:
-                drafted[position] = drafted.get(position, 0) + 1
+                num_drafts[position] = num_drafts.get(position, 0) + 1
         for position in row.accepted:
             final_at[position] = number
         counted = [p for p in row.accepted if p < end]
         if counted:
-            lengths.append(len(counted))
-            slots.append(len({(p - PROMPT_LENGTH) // trace.slot_size for p in counted}))
-    num_drafts += sum(drafted.values())
-    num_replanned += sum(count - 1 for count in drafted.values())
-    accepted_by = {}
+            nums_tokens.append(len(counted))
+            nums_slots.append(len({(p - PROMPT_LENGTH) // trace.slot_size for p in counted}))
+    accepted_by: dict[int, int] = {}  # the last round that accepts a token of a slot
     final_at = {position: number for position, number in final_at.items() if position < end}
     for position, number in final_at.items():
         slot = (position - PROMPT_LENGTH) // trace.slot_size
         accepted_by[slot] = max(accepted_by.get(slot, 0), number)
+    num_out_of_order = 0
     for slot, number in accepted_by.items():
-        num_slots += 1
         before = range(PROMPT_LENGTH, PROMPT_LENGTH + slot * trace.slot_size)
-        out_of_order += any(p not in final_at or final_at[p] > number for p in before)
-    of_slots = trace.slot_size > 1
-    assert actual["tokens accepted at a time"] == f"{sum(lengths) / max(len(lengths), 1):.2f}"
-    assert actual.get("slots filled at a time") == (f"{sum(slots) / max(len(slots), 1):.2f}" if of_slots else None)
-    share = f"({100 * out_of_order / max(num_slots, 1):.0f} %)"
-    assert (
-        actual["slots out of order" if of_slots else "tokens out of order"] == f"{out_of_order} of {num_slots} {share}"
-    )
-    assert (actual["drafts"], actual["drafts rejected and drafted again"]) == (str(num_drafts), str(num_replanned))
+        num_out_of_order += any(p not in final_at or final_at[p] > number for p in before)
+    assert actual["tokens accepted at a time"] == f"{sum(nums_tokens) / max(len(nums_tokens), 1):.2f}"
+    num_slots = len(accepted_by)
+    out_of_order = f"{num_out_of_order} of {num_slots} ({100 * num_out_of_order / max(num_slots, 1):.0f} %)"
+    if trace.slot_size > 1:
+        assert actual["slots filled at a time"] == f"{sum(nums_slots) / max(len(nums_slots), 1):.2f}"
+        assert actual["slots out of order"] == out_of_order
+    else:
+        assert "slots filled at a time" not in actual
+        assert actual["tokens out of order"] == out_of_order
+    assert actual["drafts"] == str(sum(num_drafts.values()))
+    assert actual["drafts rejected and drafted again"] == str(sum(number - 1 for number in num_drafts.values()))
     assert actual["forwards"] == str(len(trace.rounds))

@@ -47,8 +47,8 @@ def test_every_token_after_every_forward_is_what_a_search_finds(seed: int) -> No
 
 def test_a_rejected_draft_is_rejected_from_its_verification_until_it_is_planned_again() -> None:
     history = timeline(plan_and_verify())
-    seen = [history.after(n)[0] for n in range(1, 5)]
-    assert [(c.status, c.token, c.num_drafts) for c in seen if c] == [
+    changes = [history.after(n)[0] for n in range(1, 5)]
+    assert [(change.status, change.token, change.num_drafts) for change in changes if change] == [
         ("drafted", 1, 1),
         ("rejected", 1, 1),
         ("drafted", 5, 2),

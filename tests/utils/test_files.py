@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from refusion_lit.cli.export import atomic_directory
 from refusion_lit.utils.files import (
     atomic_writer,
     read_object,
@@ -111,18 +110,3 @@ def test_permissions_follow_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(previous)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
-
-
-def test_an_empty_directory_that_exists_is_filled_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The directory is not replaced, because it may be a working directory or the target of a link."""
-    (tmp_path / "here").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "there")
-    (tmp_path / "there").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    for path, place in ((".", "here"), (str(tmp_path / "link"), "there")):
-        with atomic_directory(path) as directory:
-            (directory / "file").write_text("content")
-            assert not (tmp_path / place / "file").exists()
-        assert (tmp_path / place / "file").read_text() == "content"
-    assert Path("file").is_file()
-    assert sorted(os.listdir(tmp_path)) == ["here", "link", "there"]
