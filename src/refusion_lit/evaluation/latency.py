@@ -8,17 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from refusion_lit.decoding import Autoregressive, CallShapes, Decoder, DecodingOutput
 from refusion_lit.modeling.devices import synchronised_time
-from refusion_lit.reports.intervals import Interval
+from refusion_lit.reports.intervals import Interval, bootstrap
 from refusion_lit.text_model import TextModel
 from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import check_options, require
-
-_NUM_RESAMPLES = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,18 +87,15 @@ class Timings:
     def over(self, other: Timings) -> Interval:
         """Return how many times as fast this decoder is, with a 95 % interval over batches.
 
-        The interval is a percentile bootstrap: every resample draws the same batches for both decoders.
+        Every resample of the bootstrap draws the same batches for both decoders.
 
         Args:
             other: The speed of the other decoder on the same batches.
         """
-        draws = np.random.default_rng(0).integers(len(self.seconds), size=(_NUM_RESAMPLES, len(self.seconds)))
-        tokens, seconds, other_tokens, other_seconds = (
-            np.asarray(values, dtype=float)[draws].sum(1)
-            for values in (self.num_tokens, self.seconds, other.num_tokens, other.seconds)
-        )
-        low, high = np.quantile((tokens / seconds) / (other_tokens / other_seconds), (0.025, 0.975))
-        return Interval(self.tokens_per_second / other.tokens_per_second, float(low), float(high))
+        return bootstrap(
+            lambda tokens, seconds, other_tokens, other_seconds: (tokens / seconds) / (other_tokens / other_seconds),
+            self.num_tokens, self.seconds, other.num_tokens, other.seconds,
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
