@@ -16,155 +16,112 @@ MODEL = REPOSITORY / "tests" / "goldens" / "models" / "additions-clean"
 ABLATION = str(REPOSITORY / "configs" / "ablation.yaml")
 
 
+FIT_ERRORS = [
+    ("--model.decoders.refusion.slot_sise=4", "slot_size'?"),
+    ("--model.decoders.refusion.slot_size=0", "error: model.decoders.refusion.slot_size: expected"),
+    ("--model.objective.eps=7", "error: model.objective.eps: expected"),
+    (
+        "--model.decoders.own.class_path=ReFuson",
+        "model.decoders.own.class_path: Expected a dot import path string: ReFuson; did you mean 'ReFusion'",
+    ),
+    ("--model.decoders.refusion.slot_threshold=1.5", "slot_threshold: expected"),
+    ("--model.decoders.refusion.num_serial_blocks=9", "num_serial_blocks: expected at most 8"),
+    ("--model.sampling.max_new_tokens=-1", "max_new_tokens: expected"),
+    ("--model.objective=Hybird", "did you mean 'Hybrid'"),
+    ("--trainer.max_stepz=3", "max_steps"),
+    ("--data.task=Hybrid", "choose one of Additions, "),
+    ("--data.task=none.Task", "No module named 'none'"),
+    ("--data.task=json.JSONDecoder", "data.task: Import path json.JSONDecoder"),
+    ("--model.optimizer=Adamm", "did you mean 'Adam'?"),
+    ("--model.decoders.refusion.slot_size=x", "model.decoders.refusion.slot_size: expected int. Got value: x"),
+    ("--model.backbone.attention=up", "model.backbone.attention: expected "),
+    ("--num_threads=0", "num_threads: expected an integer of at least 1, got 0"),
+    ("--trainer.val_check_interval=x", "trainer: Invalid time format"),
+    (
+        "--model.backbone.config.model_type=qwen33",
+        "model_type: expected one that transformers knows, got 'qwen33'; did you mean 'qwen3'?",
+    ),
+]
+"""Options of ``fit`` with the quickstart's config, and what is said about them."""
+GENERATE_ERRORS = [
+    ("--prompt=2", "prompt: expected the option once, got '2 times'"),
+    ("--resume", "resume: expected --output, the file of"),
+    ("--stop=[2, 3]", "got '[2, 3]'; quote numbers and signs, as"),
+    ("--stop=[;, =]", "got '[;, =]'; quote numbers and signs, as"),
+    ("--max_new_tokens=100000", "context of "),
+    ("--decoder.slot_sise=2", "slot_size'?"),
+]
+"""Options of ``generate`` with a model and a prompt, and what is said about them."""
+OTHER_ERRORS = [
+    (["fitt"], "did you mean 'fit'"),
+    (
+        ["fit", "--config", QUICKSTART, "--model.decoders.o.class_path=LLaDA", "--model.decoders.o.slot_size=4"],
+        "model.decoders.o.slot_size: unknown option 'slot_size'",
+    ),
+    (["fit", "--resume"], "resume: expected a run's directory, or --config FILE, got 'neither'"),
+    (["fit", "--config", "missing.yaml"], "missing.yaml"),
+    (["fit", "--config", ABLATION], "backbone: expected a source (directory or hub id) or a config with model_type"),
+    (["fit"], "required: data.task"),
+    (["fit", "quickstart.yaml"], "quickstart.yaml"),
+    (
+        [
+            "fit",
+            "--config",
+            str(REPOSITORY / "configs" / "policy.yaml"),
+            "--model.objective.rewards=[refusion_lit.contrib.rl.Reward]",
+        ],
+        "model.objective: rewards: ",
+    ),
+    (
+        ["fit", "--model.objective=refusion_lit.learning.objective.Objective"],
+        "model.objective: Expected an instantiatable class",
+    ),
+    (["fit", "--model.optimizer.lr=0.05"], "model.optimizer.lr: unknown option 'lr' of Optimizer"),
+    (["fit", "--model.optimizer={name: SGD, lr: 0.05}"], "write {class_path: NAME, init_args: "),
+    (["fit", "--model.lr_scheduler={T_max: 3}"], "write {class_path: NAME, init_args: "),
+    (["fit", "--model.decoders={a: {slot_size: 3}}"], "write {class_path: NAME, init_args: "),
+    (["fit", "--model.decoders.a.slot_size=3"], "write {class_path: NAME, init_args: "),
+    (["fit", "--model.decoders=ReFusion"], "model.decoders: expected dict"),
+    (["fit", "--trainer.logger=[{save_dir: x}]"], "choose one of CSVLogger, "),
+    (["fit", "--trainer.callbacks=[{class_path: EarlyStopping, monitor: a}]"], "write {class_path: NAME, init_args: "),
+    (["fit", "--data.tokenizer.source=x"], "choose one of CharacterTokenizer, "),
+    (["fit", "--model.objective.pad_responses_to=64"], "unknown option 'pad_responses_to' of Hybrid"),
+    (["sweep"], "required: config"),
+    (["test", "--config", QUICKSTART, "--ckpt_path=missing.ckpt"], "missing.ckpt"),
+    (["test", "--config", ABLATION], "ckpt_path: expected a checkpoint, a Hugging Face directory or a hub id to test"),
+    (["test", "--config", QUICKSTART, "--ckpt_path=some/one"], "error: ckpt_path: expected a directory or a hub"),
+    (["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--stop=;", "--stop=,"], "stop: expected the option once, got"),
+    (["generate", f"--ckpt_path={MODEL}", "--prompt", "-5"], "no token for '-' (in '-5'). Leave it out"),
+    (["generate", f"--ckpt_path={MODEL}", "--prompt", "--seed=1"], "prompt: expected one argument"),
+    (["generate", "--ckpt_path=", "--prompt=1"], "ckpt_path: expected a checkpoint, a Hugging Face directory or a"),
+    (["generate", f"--ckpt_path={MODEL}", "--verifier=no/ne", "--prompt=1"], "error: verifier: expected a"),
+    (["generate", "--ckpt_path=x.ckpt", "--prompt=1", "--decoder=ReFuson"], "did you mean 'ReFusion'"),
+    (["generate", "--ckpt_path=missing.ckpt", "--prompt=1"], "missing.ckpt"),
+    (["generate", "--ckpt_path=x.ckpt"], "exactly one of --prompt and --prompts"),
+    (["generate", "--ckpt_path=x.ckpt", "--prompt="], "empty prompt"),
+    (["generate", "--ckpt_path=x.ckpt", "--prompt=1", "--output="], "output: expected a file's name, got ''"),
+    (["generate"], "required: ckpt_path"),
+    (["generate", "--ckpt_path=x.ckpt", "--prompt=1", "--decoder=./mine/one_shot.py"], "./mine/one_shot.py"),
+    (["generate", "--ckpt_path=x", "--prompt=1", "--decoder=no.yaml"], "decoder: "),
+    (["generate", "--ckpt_path=x", "--prompt=1", "--dtype=fp32"], "dtype: expected "),
+    (["export", f"--ckpt_path={MODEL}", "--output=new", "--results=no"], "results: expected the directory"),
+    (
+        ["serve", f"--ckpt_path={MODEL}", "--max_new_tokens=600"],
+        "max_new_tokens: expected less than the model's context of 512 tokens, got 600; lower it",
+    ),
+]
+"""Further command lines, and what is said about them."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["fitt"], "did you mean 'fit'"),
-        (["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_sise=4"], "slot_size'?"),
-        (
-            ["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_size=0"],
-            "error: model.decoders.refusion.slot_size: expected",
+        *((["fit", "--config", QUICKSTART, option], expected) for option, expected in FIT_ERRORS),
+        *(
+            (["generate", f"--ckpt_path={MODEL}", "--prompt=1", option], expected)
+            for option, expected in GENERATE_ERRORS
         ),
-        (["fit", "--config", QUICKSTART, "--model.objective.eps=7"], "error: model.objective.eps: expected"),
-        (
-            ["fit", "--config", QUICKSTART, "--model.decoders.own.class_path=ReFuson"],
-            "model.decoders.own.class_path: Expected a dot import path string: ReFuson; did you mean 'ReFusion'",
-        ),
-        (
-            ["fit", "--config", QUICKSTART, "--model.decoders.o.class_path=LLaDA", "--model.decoders.o.slot_size=4"],
-            "model.decoders.o.slot_size: unknown option 'slot_size'",
-        ),
-        (["fit", "--resume"], "resume: expected a run's directory, or --config FILE, got 'neither'"),
-        (["sweep"], "required: config"),
-        (
-            ["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--prompt=2"],
-            "prompt: expected the option once, got '2 times'",
-        ),
-        (["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--resume"], "resume: expected --output, the file of"),
-        (
-            ["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--stop=[2, 3]"],
-            "got '[2, 3]'; quote numbers and signs, as",
-        ),
-        (
-            ["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--stop=[;, =]"],
-            "got '[;, =]'; quote numbers and signs, as",
-        ),
-        (
-            ["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--stop=;", "--stop=,"],
-            "stop: expected the option once, got",
-        ),
-        (["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--max_new_tokens=100000"], "context of "),
-        (["generate", f"--ckpt_path={MODEL}", "--prompt", "-5"], "no token for '-' (in '-5'). Leave it out"),
-        (["generate", f"--ckpt_path={MODEL}", "--prompt", "--seed=1"], "prompt: expected one argument"),
-        (["generate", "--ckpt_path=", "--prompt=1"], "ckpt_path: expected a checkpoint, a Hugging Face directory or a"),
-        (
-            ["generate", f"--ckpt_path={MODEL}", "--verifier=no/ne", "--prompt=1"],
-            "error: verifier: expected a",
-        ),
-        (
-            ["export", f"--ckpt_path={MODEL}", "--output=new", "--results=no"],
-            "results: expected the directory",
-        ),
-        (["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_threshold=1.5"], "slot_threshold: expected"),
-        (
-            ["fit", "--config", QUICKSTART, "--model.decoders.refusion.num_serial_blocks=9"],
-            "num_serial_blocks: expected at most 8",
-        ),
-        (["fit", "--config", QUICKSTART, "--model.sampling.max_new_tokens=-1"], "max_new_tokens: expected"),
-        (["fit", "--config", QUICKSTART, "--model.objective=Hybird"], "did you mean 'Hybrid'"),
-        (["fit", "--config", QUICKSTART, "--trainer.max_stepz=3"], "max_steps"),
-        (["fit", "--config", "missing.yaml"], "missing.yaml"),
-        (["generate", "--ckpt_path=x.ckpt", "--prompt=1", "--decoder=ReFuson"], "did you mean 'ReFusion'"),
-        (["generate", f"--ckpt_path={MODEL}", "--prompt=1", "--decoder.slot_sise=2"], "slot_size'?"),
-        (["generate", "--ckpt_path=missing.ckpt", "--prompt=1"], "missing.ckpt"),
-        (["generate", "--ckpt_path=x.ckpt"], "exactly one of --prompt and --prompts"),
-        (["generate", "--ckpt_path=x.ckpt", "--prompt="], "empty prompt"),
-        (["generate", "--ckpt_path=x.ckpt", "--prompt=1", "--output="], "output: expected a file's name, got ''"),
-        (["test", "--config", QUICKSTART, "--ckpt_path=missing.ckpt"], "missing.ckpt"),
-        (
-            ["test", "--config", ABLATION],
-            "ckpt_path: expected a checkpoint, a Hugging Face directory or a hub id to test",
-        ),
-        (
-            ["test", "--config", QUICKSTART, "--ckpt_path=some/one"],
-            "error: ckpt_path: expected a directory or a hub",
-        ),
-        (
-            ["fit", "--config", ABLATION],
-            "backbone: expected a source (directory or hub id) or a config with model_type",
-        ),
-        (["fit"], "required: data.task"),
-        (
-            ["fit", "quickstart.yaml"],
-            "quickstart.yaml",
-        ),
-        (
-            ["generate"],
-            "required: ckpt_path",
-        ),
-        (["fit", "--config", QUICKSTART, "--data.task=Hybrid"], "choose one of Additions, "),
-        (
-            ["fit", "--config", QUICKSTART, "--data.task=none.Task"],
-            "No module named 'none'",
-        ),
-        (
-            ["fit", "--config", QUICKSTART, "--data.task=json.JSONDecoder"],
-            "data.task: Import path json.JSONDecoder",
-        ),
-        (
-            [
-                "fit",
-                "--config",
-                str(REPOSITORY / "configs" / "policy.yaml"),
-                "--model.objective.rewards=[refusion_lit.contrib.rl.Reward]",
-            ],
-            "model.objective: rewards: ",
-        ),
-        (
-            ["fit", "--model.objective=refusion_lit.learning.objective.Objective"],
-            "model.objective: Expected an instantiatable class",
-        ),
-        (
-            ["serve", f"--ckpt_path={MODEL}", "--max_new_tokens=600"],
-            "max_new_tokens: expected less than the model's context of 512 tokens, got 600; lower it",
-        ),
-        (
-            ["generate", "--ckpt_path=x.ckpt", "--prompt=1", "--decoder=./mine/one_shot.py"],
-            "./mine/one_shot.py",
-        ),
-        (["fit", "--config", QUICKSTART, "--model.optimizer=Adamm"], "did you mean 'Adam'?"),
-        (
-            ["fit", "--config", QUICKSTART, "--model.decoders.refusion.slot_size=x"],
-            "model.decoders.refusion.slot_size: expected int. Got value: x",
-        ),
-        (
-            ["fit", "--config", QUICKSTART, "--model.backbone.attention=up"],
-            "model.backbone.attention: expected ",
-        ),
-        (["fit", "--config", QUICKSTART, "--num_threads=0"], "num_threads: expected an integer of at least 1, got 0"),
-        (["fit", "--config", QUICKSTART, "--trainer.val_check_interval=x"], "trainer: Invalid time format"),
-        (
-            ["fit", "--config", QUICKSTART, "--model.backbone.config.model_type=qwen33"],
-            "model_type: expected one that transformers knows, got 'qwen33'; did you mean 'qwen3'?",
-        ),
-        (["fit", "--model.optimizer.lr=0.05"], "model.optimizer.lr: unknown option 'lr' of Optimizer"),
-        (["fit", "--model.optimizer={name: SGD, lr: 0.05}"], "write {class_path: NAME, init_args: "),
-        (["fit", "--model.lr_scheduler={T_max: 3}"], "write {class_path: NAME, init_args: "),
-        (["fit", "--model.decoders={a: {slot_size: 3}}"], "write {class_path: NAME, init_args: "),
-        (["fit", "--model.decoders.a.slot_size=3"], "write {class_path: NAME, init_args: "),
-        (["fit", "--model.decoders=ReFusion"], "model.decoders: expected dict"),
-        (["fit", "--trainer.logger=[{save_dir: x}]"], "choose one of CSVLogger, "),
-        (
-            ["fit", "--trainer.callbacks=[{class_path: EarlyStopping, monitor: a}]"],
-            "write {class_path: NAME, init_args: ",
-        ),
-        (["fit", "--data.tokenizer.source=x"], "choose one of CharacterTokenizer, "),
-        (["fit", "--model.objective.pad_responses_to=64"], "unknown option 'pad_responses_to' of Hybrid"),
-        (["generate", "--ckpt_path=x", "--prompt=1", "--decoder=no.yaml"], "decoder: "),
-        (
-            ["generate", "--ckpt_path=x", "--prompt=1", "--dtype=fp32"],
-            "dtype: expected ",
-        ),
+        *OTHER_ERRORS,
     ],
 )
 def test_errors_are_one_line_with_the_fix(
@@ -214,13 +171,10 @@ def test_a_directory_of_other_checkpoints_is_no_model_but_the_newest_is_named(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("name", ["", ".ckpt"])
-def test_a_revision_of_what_is_on_this_machine_is_refused(
-    name: str, checkpoint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = checkpoint if name else MODEL
-    assert main(["generate", "--prompt=1", f"--ckpt_path={source}", "--revision=main"]) == 2
-    assert "revision: expected none for what is on this machine, got 'main'" in capsys.readouterr().err
+def test_a_revision_of_what_is_on_this_machine_is_refused(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for source in (MODEL, checkpoint):
+        assert main(["generate", "--prompt=1", f"--ckpt_path={source}", "--revision=main"]) == 2
+        assert "revision: expected none for what is on this machine, got 'main'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -283,9 +237,8 @@ def test_a_missing_accelerator_is_named(
     for kind in (CUDAAccelerator, MPSAccelerator):
         monkeypatch.setattr(kind, "is_available", staticmethod(lambda: False))
     assert main(["fit", "--config", QUICKSTART, f"--trainer.accelerator={accelerator}"]) == 2
-    assert (
-        f"trainer.accelerator: expected a device that this machine has, got '{accelerator}'" in capsys.readouterr().err
-    )
+    message = f"trainer.accelerator: expected a device that this machine has, got '{accelerator}'"
+    assert message in capsys.readouterr().err
 
 
 def test_a_refused_resume_leaves_the_losses_where_they_are(

@@ -46,7 +46,9 @@ def decode_setting(
         token_threshold=options["token_threshold"],
         **more,
     )
-    runs = [run for run in reference["runs"] if run["setting"] == setting][: NUM_ALONE if batch_size == 1 else None]
+    runs = [run for run in reference["runs"] if run["setting"] == setting]
+    if batch_size == 1:
+        runs = runs[:NUM_ALONE]
     prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i, run in enumerate(runs)]
     sampling = SamplingParams(max_new_tokens=options["gen_length"])
     return runs, decode(model(name, dtype), decoder, prompts, sampling, batch_size=batch_size)

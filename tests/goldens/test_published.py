@@ -108,7 +108,10 @@ def test_fast_dllm_v2(setting: int, batch_size: int) -> None:
         shifted=True,
         fused=False,
     )
-    for run in select_runs("fast_dllm_v2_generate", setting)[: None if batch_size == 1 else 1]:
+    runs = select_runs("fast_dllm_v2_generate", setting)
+    if batch_size > 1:  # a batch repeats one prompt
+        runs = runs[:1]
+    for run in runs:
         sampling = SamplingParams(max_new_tokens=len(run["output"]))
         prompts = [Prompt(token_ids=tuple(run["prompt"]), id=str(i)) for i in range(batch_size)]
         model = published_model("fast-dllm-v2-tiny").backbone
@@ -144,9 +147,9 @@ def test_bd3lm_gives_the_samplers_probabilities(setting: int) -> None:
             for place, token in zip(step["places"], step["tokens"], strict=True):
                 canvas[place] = token
     ids, positions = torch.tensor(canvases), torch.arange(golden["length"])[None]
-    seen = order_mask(pattern_order(traits, positions), torch.tensor([golden["length"]]))
+    visible = order_mask(pattern_order(traits, positions), torch.tensor([golden["length"]])).expand(len(ids), -1, -1)
     with torch.no_grad():
-        logits = backbone.logits(backbone.hidden_states(ids, positions.expand_as(ids), seen.expand(len(ids), -1, -1)))
+        logits = backbone.logits(backbone.hidden_states(ids, positions.expand_as(ids), visible))
     logits[..., mask] = -torch.inf
     for row, step in zip(logits, steps, strict=True):
         for place, token, expected in zip(step["places"], step["tokens"], step["probabilities"], strict=True):

@@ -64,11 +64,11 @@ def test_blocks_are_filled_as_nemo_does(setting: int, batch_size: int) -> None:
 def test_losses(index: int) -> None:
     case = reference("idlm_loss")["batches"][index]
     backbone = published_model("idlm-tiny", "float64").backbone
-    answers, seen = torch.tensor(case["answer_mask"]), torch.tensor(case["attention_mask"])
+    answers, is_text = torch.tensor(case["answer_mask"]), torch.tensor(case["attention_mask"])
     responses = answers.sum(1)
     batch = ResponseBatch(
         input_ids=torch.tensor(case["clean_input_ids"]), sample_keys=torch.arange(len(answers)),
-        prompt_lengths=seen.sum(1) - responses, response_lengths=responses,
+        prompt_lengths=is_text.sum(1) - responses, response_lengths=responses,
     )  # fmt: skip
     assert torch.equal(batch.in_response, answers.bool())
     options = {

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from refusion_lit.families.block_diffusion.objective import three_part_ranges
-from refusion_lit.learning.batch import ResponseBatch
+from refusion_lit.learning.batch import IGNORE_INDEX, ResponseBatch
 from refusion_lit.modeling.visibility import ranges_mask
 from refusion_lit.noise import KeyedNoise
 from refusion_lit.objectives import BlockMasked
@@ -63,11 +63,11 @@ def test_masks_weights_and_loss_are_bd3lms(index: int) -> None:
     responses = (counted.sum(1) - 1).tolist()  # the program never masks the first token
     corrupted = objective.corrupt(make_batch(case["clean"], [1] * len(responses), responses), noise, special)
 
-    size, seen = case["num_tokens"], counted.bool()
-    assert torch.equal(corrupted.input_ids[:, :size][seen], torch.tensor(case["noisy"])[seen])
-    assert (corrupted.input_ids[:, size:][seen] == torch.tensor(case["clean"])[seen]).all()
+    size, is_text = case["num_tokens"], counted.bool()
+    assert torch.equal(corrupted.input_ids[:, :size][is_text], torch.tensor(case["noisy"])[is_text])
+    assert (corrupted.input_ids[:, size:][is_text] == torch.tensor(case["clean"])[is_text]).all()
     weights = torch.tensor(case["weights"])
-    torch.testing.assert_close(corrupted.weights[:, :size][seen], weights[seen], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(corrupted.weights[:, :size][is_text], weights[is_text], rtol=1e-5, atol=1e-6)
     logits = F.pad(torch.tensor(case["logits"]), (0, 0, 0, size))
     banned = torch.arange(golden["vocab_size"]) == mask_id
     output = objective.loss(logits, lambda hidden: hidden.masked_fill(banned, -torch.inf), corrupted)
@@ -92,8 +92,9 @@ def test_views_and_loss_are_those_of_fast_dllm_v2(index: int) -> None:
     for row, length in enumerate([*map(sum, zip(prompts, responses, strict=True))] * 2):
         assert corrupted.input_ids[row, :length].tolist() == noisy[row, :length].tolist()
         assert corrupted.labels[row, : length - 1].tolist() == targets[row, 1:length].tolist()
-        num_targets += int((targets[row] != -100).sum())
-    assert corrupted.counts.tolist() == [case["num_targets"]] == [num_targets]
+        num_targets += int((targets[row] != IGNORE_INDEX).sum())
+    assert num_targets == case["num_targets"]
+    assert corrupted.counts.tolist() == [num_targets]
     with torch.no_grad():
         hidden = backbone(corrupted.input_ids, corrupted.position_ids, corrupted.visible)
         output = objective.loss(hidden, backbone.head, corrupted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hypothesis import Phase
@@ -73,7 +73,11 @@ def damaged_files(draw: st.DrawFn, data: bytes, tokens: Sequence[bytes] = (), ma
 
 def list_paths(values: Any) -> list[tuple[Any, ...]]:
     """Return the path of every value inside lists and objects."""
-    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(values, dict):
+        items = values.items()
+    elif isinstance(values, list):
+        items = enumerate(values)
     return [(), *((key, *path) for key, value in items for path in list_paths(value))]
 
 

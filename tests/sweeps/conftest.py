@@ -40,21 +40,16 @@ else:
 """
 
 
+OPTIONS = {"x", "journal", "waits_for", "broken", "seed_everything", "group", "runs_dir", "ckpt_path", "data"}
+"""Options of the fake, or groups of them."""
+
+
 def resolve(subcommand: str, config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Fake of the real parser: fills in defaults, refuses unknown options, and leaves dotted names as they are."""
     config = {**config, **options}
-    if unknown := {name.partition(".")[0] for name in config} - {
-        "x",
-        "journal",
-        "waits_for",
-        "broken",
-        "seed_everything",
-        "group",
-        "runs_dir",
-        "ckpt_path",
-        "data",
-    }:
-        raise ValueError(f"{sorted(unknown)[0]} is not expected")
+    for name in sorted(config):
+        if name.partition(".")[0] not in OPTIONS:
+            raise ValueError(f"{name} is not expected")
     return {"seed_everything": 0, "waits_for": None, **config}
 
 
