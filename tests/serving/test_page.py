@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ pytest.importorskip("selenium", reason="needs selenium: pip install --group test
 from refusion_lit import load
 from refusion_lit.data.tokenizers import alphabet
 from refusion_lit.decoding import Autoregressive, ReFusion
+from refusion_lit.serving.app import Server
 from refusion_lit.text_model import TextModel
 from support import browser
 from support.servers import address, serving, slow, wait_for
@@ -98,60 +100,92 @@ def test_the_stop_button_stops(chrome: Any, model: TextModel) -> None:
         assert not button.is_enabled()
 
 
-def test_a_chat(chrome: Any, model: TextModel, tmp_path: Path) -> None:
-    decoder = ReFusion(slot_size=4, num_serial_blocks=2)
-    row = model.generate(["1+1"], decoder=decoder, max_new_tokens=24)[0]
-    with serving(model, decoder, prepare=lambda worker: slow(worker, 0.05)) as server:
+DECODER = ReFusion(slot_size=4, num_serial_blocks=2)
+
+
+@contextmanager
+def opened(chrome: Any, model: TextModel, **options: Any) -> Iterator[Server]:
+    """Open the page of a slow server on a phone."""
+    with serving(model, DECODER, prepare=lambda worker: slow(worker, 0.05), **options) as server:
         browser.resize(chrome, 360)
         chrome.get(address(server))
         wait_for(lambda: browser.js(chrome, "document.getElementById('model').textContent") == "additions")
+        yield server
+
+
+def set_max_tokens(chrome: Any, number: int) -> None:
+    browser.js(chrome, f"document.getElementById('max_tokens').value = {number}")
+
+
+def status(chrome: Any) -> str:
+    return browser.js(chrome, "document.getElementById('status').textContent")
+
+
+def test_the_page_before_the_first_question(chrome: Any, model: TextModel) -> None:
+    with opened(chrome, model):
         assert browser.js(chrome, "document.activeElement.id") == "text"
         assert "ReFusion" in browser.js(chrome, "document.getElementById('decoder').textContent")
-        assert alphabet(model.tokenizer) in browser.js(chrome, "document.getElementById('status').textContent")
+        assert alphabet(model.tokenizer) in status(chrome)
         assert not browser.js(chrome, "document.getElementById('legend').offsetParent")  # nothing to explain yet
         assert browser.js(chrome, "document.documentElement.scrollWidth") <= 360, "a phone's width"
         assert browser.js(chrome, "[...document.querySelectorAll('input,textarea')].every(e => e.labels.length)")
-        browser.js(chrome, "document.getElementById('max_tokens').value = 24")
+
+
+def test_an_answer_is_shown_while_it_is_decoded_and_with_its_figures(
+    chrome: Any, model: TextModel, tmp_path: Path
+) -> None:
+    row = model.generate(["1+1"], decoder=DECODER, max_new_tokens=24)[0]
+    with opened(chrome, model):
+        set_max_tokens(chrome, 24)
         ask(chrome, "1+1")
-        wait_for(lambda: browser.js(chrome, "document.querySelectorAll('.canvas .token.draft').length"))
-        wait_for(lambda: browser.js(chrome, "document.querySelectorAll('.canvas .token.verified').length"))
-        wait_for(lambda: browser.js(chrome, "document.querySelectorAll('.canvas .token.new').length"))
+        for state in ("draft", "verified", "new"):
+            selector = f".canvas .token.{state}"
+            wait_for(lambda selector=selector: browser.js(chrome, f"document.querySelectorAll('{selector}').length"))
         assert browser.js(chrome, "document.querySelectorAll('.canvas .slot').length") >= 2
         chrome.save_screenshot(str(tmp_path / "phone.png"))
         wait_for(lambda: is_done(chrome))
         assert browser.js(chrome, "document.querySelector('article.assistant div').textContent") == row.text
-        figures = f"{row.num_tokens} tokens, {row.num_forwards} forwards"
-        assert figures in browser.js(chrome, "document.getElementById('status').textContent")
+        assert f"{row.num_tokens} tokens, {row.num_forwards} forwards" in status(chrome)
         ask(chrome, "1+1")  # this model has no chat template, so that the second question stands alone, too
         wait_for(lambda: is_done(chrome))
         texts = browser.js(chrome, "[...document.querySelectorAll('article.assistant div')].map(e => e.textContent)")
         assert texts == [row.text] * 2
-        browser.js(chrome, "document.getElementById('max_tokens').value = 4000")
+
+
+def test_a_refused_question_is_told_in_the_status(chrome: Any, model: TextModel) -> None:
+    with opened(chrome, model):
+        set_max_tokens(chrome, 4000)
         ask(chrome, "1+1")
         wait_for(lambda: is_done(chrome))
-        status = browser.js(chrome, "document.getElementById('status').textContent")
-        assert "failed: max_tokens: " in status
-        assert not status.endswith("..")
-        browser.js(chrome, "document.getElementById('max_tokens').value = 400")
+        assert "failed: max_tokens: " in status(chrome)
+        assert not status(chrome).endswith("..")
+
+
+def test_a_long_chat_follows_the_newest_text_and_is_readable(chrome: Any, model: TextModel) -> None:
+    with opened(chrome, model):
+        set_max_tokens(chrome, 400)
         for _ in range(4):
             ask(chrome, "1+1")
             wait_for(lambda: is_done(chrome))
         assert browser.js(chrome, "document.documentElement.scrollHeight > innerHeight")
-        wait_for(lambda: browser.js(chrome, f"{LAST} <= {FORM}"), 10)  # the page follows the newest text
+        wait_for(lambda: browser.js(chrome, f"{LAST} <= {FORM}"), 10)
         for scheme in SCHEMES:
             browser.resize(chrome, 1000, scheme)
             check_contrast(chrome)
-        chrome.refresh()
-        wait_for(lambda: browser.js(chrome, "document.getElementById('model').textContent") == "additions")
-        browser.js(chrome, "document.getElementById('max_tokens').value = 400")
+        errors = [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
+        # An earlier test asks for too many tokens.
+        assert [entry for entry in errors if "status of 400" not in entry["message"]] == []
+
+
+def test_escape_stops_as_the_button_does(chrome: Any, model: TextModel) -> None:
+    with opened(chrome, model) as server:
+        set_max_tokens(chrome, 400)
         ask(chrome, "1+1")
         wait_for(lambda: len(server.worker.active) == 1)
-        browser.press(chrome, "\ue00c")  # Escape, as the stop button
+        browser.press(chrome, "\ue00c")  # Escape
         wait_for(lambda: not server.worker.active)
         wait_for(lambda: is_done(chrome))
-        assert "stopped" in browser.js(chrome, "document.getElementById('status').textContent")
-        errors = [entry for entry in chrome.get_log("browser") if entry["level"] == "SEVERE"]
-        assert [entry for entry in errors if "status of 400" not in entry["message"]] == []
+        assert "stopped" in status(chrome)
 
 
 def test_a_new_conversation_forgets_the_old_one(chrome: Any, tmp_path: Path) -> None:

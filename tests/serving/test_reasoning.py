@@ -70,42 +70,53 @@ def served(request: pytest.FixtureRequest, models: dict[str, TextModel]) -> Iter
         yield request.param, model, client
 
 
-def test_an_effort_sets_what_the_template_reads(served: tuple[str, TextModel, Any]) -> None:
-    """``reasoning_effort`` in chats and ``reasoning.effort`` in responses set the options that the template reads.
+def chat(client: Any, **options: Any) -> Any:
+    return client.chat.completions.create(model=NAME, messages=TURNS, max_tokens=4, **options)
 
-    Options in the request's ``chat_template_kwargs`` win, and an effort that the template refuses is an error that
-    names the field.
-    """
+
+@pytest.mark.parametrize(("effort", "thinking"), [("none", False), ("low", True), ("xhigh", True)])
+def test_an_effort_sets_what_the_template_reads(
+    effort: Any, thinking: bool, served: tuple[str, TextModel, Any]
+) -> None:
+    """``reasoning_effort`` in chats and ``reasoning.effort`` in responses set the options that the template reads."""
     name, model, client = served
-
-    def chat(**options: Any) -> Any:
-        return client.chat.completions.create(model=NAME, messages=TURNS, max_tokens=4, **options)
-
-    for effort, thinking in (("none", False), ("low", True), ("xhigh", True)):
-        options: dict[str, Any] = {}
-        if name != "gpt_oss":
-            options["enable_thinking"] = thinking
-        if name != "qwen":
-            options["reasoning_effort"] = effort
-        expected = len(model.encode("Rome?", TURNS, chat_options=options))
-        answer = chat(reasoning_effort=effort)
-        assert answer.usage.prompt_tokens == expected
-        response = client.responses.create(
-            model=NAME, input="Rome?", max_output_tokens=4, reasoning={"effort": effort, "summary": "auto"}
-        )
-        assert response.usage.input_tokens == expected
-        assert response.output_text == answer.choices[0].message.content
-        assert response.reasoning.effort == effort
+    options: dict[str, Any] = {}
     if name != "gpt_oss":
-        off = {"chat_template_kwargs": {"enable_thinking": False}}
-        options = {"enable_thinking": False} | ({} if name == "qwen" else {"reasoning_effort": "low"})
-        expected = len(model.encode("Rome?", TURNS, chat_options=options))
-        assert chat(reasoning_effort="low", extra_body=off).usage.prompt_tokens == expected
+        options["enable_thinking"] = thinking
     if name != "qwen":
+        options["reasoning_effort"] = effort
+    expected = len(model.encode("Rome?", TURNS, chat_options=options))
+    answer = chat(client, reasoning_effort=effort)
+    assert answer.usage.prompt_tokens == expected
+    response = client.responses.create(
+        model=NAME, input="Rome?", max_output_tokens=4, reasoning={"effort": effort, "summary": "auto"}
+    )
+    assert response.usage.input_tokens == expected
+    assert response.output_text == answer.choices[0].message.content
+    assert response.reasoning.effort == effort
+
+
+def test_options_of_the_template_in_a_request_win_over_its_effort(served: tuple[str, TextModel, Any]) -> None:
+    name, model, client = served
+    if name == "gpt_oss":
+        pytest.skip("its template does not read enable_thinking")
+    options: dict[str, Any] = {"enable_thinking": False}
+    if name != "qwen":
+        options["reasoning_effort"] = "low"
+    expected = len(model.encode("Rome?", TURNS, chat_options=options))
+    given = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert chat(client, reasoning_effort="low", extra_body=given).usage.prompt_tokens == expected
+
+
+def test_an_effort_that_the_template_or_the_server_does_not_know_is_refused(
+    served: tuple[str, TextModel, Any],
+) -> None:
+    name, _, client = served
+    if name != "qwen":  # the other templates read the effort, and do not know this one
         with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
-            chat(reasoning_effort="max")
+            chat(client, reasoning_effort="max")
     with pytest.raises(openai.BadRequestError) as caught:
-        chat(reasoning_effort="huge")
+        chat(client, reasoning_effort="huge")
     assert caught.value.param == "reasoning_effort"
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model=NAME, input="Rome?", reasoning={"effort": "huge"})
@@ -134,44 +145,57 @@ def test_options_that_a_template_does_not_read_are_left_out(template: Any, effor
     assert effort_options(SimpleNamespace(chat_template=template), effort) == options
 
 
-def test_without_separate_reasoning_thoughts_are_a_part_of_the_text(models: dict[str, TextModel]) -> None:
-    """The served text equals the text of ``generate``; the template drops the thoughts in later turns."""
-    model = models["qwen"]
-    for seed in range(50):  # look for a random text that has thoughts
-        options: dict[str, Any] = {"temperature": 1.0, "seed": seed}
+def find_thoughts(model: TextModel) -> tuple[dict[str, Any], str]:
+    """Return sampling options with which the random model writes a text that has thoughts, and the text."""
+    for seed in range(50):
+        options = {"temperature": 1.0, "seed": seed}
         sampling = SamplingParams(max_new_tokens=150, **options)
         [row] = model.generate(["Rome?"], decoder=Autoregressive(), sampling=sampling)
         if "<think>" in row.text and "</think>" in row.text:
-            break
-    else:
-        pytest.fail("no text has thoughts")
+            return options, row.text
+    raise AssertionError("no text has thoughts")
+
+
+def test_without_separate_reasoning_thoughts_are_a_part_of_the_text(models: dict[str, TextModel]) -> None:
+    """The served text equals the text of ``generate``."""
+    model = models["qwen"]
+    options, text = find_thoughts(model)
     with (
         serving(model, Autoregressive()) as server,
         openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
     ):
-        answer = client.chat.completions.create(model=NAME, messages=TURNS, max_tokens=150, **options)
-        assert answer.choices[0].message.content == row.text
-        chunks = client.chat.completions.create(model=NAME, messages=TURNS, max_tokens=150, stream=True, **options)
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == row.text
+        asked: dict[str, Any] = {"model": NAME, "messages": TURNS, "max_tokens": 150, **options}
+        assert client.chat.completions.create(**asked).choices[0].message.content == text
+        chunks = client.chat.completions.create(**asked, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
         response = client.responses.create(
-            model=NAME, input="Rome?", max_output_tokens=150, temperature=1.0, extra_body={"seed": seed}
+            model=NAME, input="Rome?", max_output_tokens=150, temperature=1.0, extra_body={"seed": options["seed"]}
         )
-        assert response.output_text == row.text
+        assert response.output_text == text
 
-        def count_prompt_tokens(*turns: Any) -> int:
-            answer: Any = client.chat.completions.create(model=NAME, messages=[*turns], max_tokens=1)
-            return answer.usage.prompt_tokens
 
-        question = {"role": "user", "content": "And?"}
-        answered = answer.choices[0].message
-        without_thoughts = {"role": "assistant", "content": row.text.rpartition("</think>")[2]}
-        num_prompt_tokens = count_prompt_tokens(*TURNS, without_thoughts, question)
-        assert count_prompt_tokens(*TURNS, answered, question) == num_prompt_tokens
+def test_the_template_drops_thoughts_of_earlier_turns_but_reads_those_in_a_field(models: dict[str, TextModel]) -> None:
+    model = models["qwen"]
+    _, text = find_thoughts(model)
+    question = {"role": "user", "content": "And?"}
+    with_thoughts = {"role": "assistant", "content": text}
+    without_thoughts = {"role": "assistant", "content": text.rpartition("</think>")[2]}
+    with (
+        serving(model, Autoregressive()) as server,
+        openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
+    ):
+
+        def count_prompt_tokens(answer: dict[str, str]) -> int:
+            turns: Any = [*TURNS, answer, question]
+            completion: Any = client.chat.completions.create(model=NAME, messages=turns, max_tokens=1)
+            return completion.usage.prompt_tokens
+
+        assert count_prompt_tokens(with_thoughts) == count_prompt_tokens(without_thoughts)
         # A client may send thoughts back in a field; its name varies between clients.
         rendered = [*TURNS, without_thoughts | {"reasoning_content": "1+1"}, question]
+        expected = len(model.encode("And?", rendered))
         for name in ("reasoning", "reasoning_content"):
-            num_prompt_tokens = count_prompt_tokens(*TURNS, without_thoughts | {name: "1+1"}, question)
-            assert num_prompt_tokens == len(model.encode("And?", rendered))
+            assert count_prompt_tokens(without_thoughts | {name: "1+1"}) == expected
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
@@ -217,6 +241,31 @@ WRITTEN = [
 ]
 
 
+Parts = tuple[str, str, int]
+"""Thoughts, text and number of calls of an answer."""
+
+
+def expected_parts(written: Written, *, separate: bool) -> Parts:
+    if separate:
+        return written.thoughts, written.text, written.num_calls
+    if written.num_calls:
+        return "", written.whole.removesuffix(CALL).rstrip(), written.num_calls
+    return "", written.whole, 0
+
+
+def parts_of_stream(chunks: Any) -> Parts:
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    thoughts = "".join(getattr(delta, "reasoning_content", "") or "" for delta in deltas)
+    text = "".join(delta.content or "" for delta in deltas)
+    return thoughts, text, sum(len(delta.tool_calls or []) for delta in deltas)
+
+
+def parts_of_response(response: Any) -> Parts:
+    reasoning = [item for item in response.output if item.type == "reasoning"]
+    thoughts = "".join(part.text for item in reasoning for part in item.content)
+    return thoughts, response.output_text, sum(item.type == "function_call" for item in response.output)
+
+
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("written", WRITTEN)
 def test_calls_within_thoughts_are_no_calls(
@@ -227,60 +276,46 @@ def test_calls_within_thoughts_are_no_calls(
     With ``separate_reasoning`` the thoughts have a field of their own; without, they are part of the text.
     """
     model = make_tool_model(tmp_path)
-    functions: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
-    asked: dict[str, Any] = {"model": NAME, "messages": TURNS, "tools": TOOLS, "max_tokens": 20, "logprobs": True}
-    include: list[Any] = ["message.output_text.logprobs"]
     model.tokenizer.chat_template += f"{'<think>' if written.is_open else ''}\n"
 
     def write(tokens: list[int], **_: Any) -> str:
         return written.whole[: CHARACTERS_PER_TOKEN * len(tokens)]
 
     monkeypatch.setattr(model, "detokenize", write)
-    if separate:
-        expected = (written.thoughts, written.text, written.num_calls)
-    elif written.num_calls:
-        expected = ("", written.whole.removesuffix(CALL).rstrip(), written.num_calls)
-    else:
-        expected = ("", written.whole, 0)
+    expected = expected_parts(written, separate=separate)
+    asked: dict[str, Any] = {"model": NAME, "messages": TURNS, "tools": TOOLS, "max_tokens": 20, "logprobs": True}
+    functions: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    include: list[Any] = ["message.output_text.logprobs"]
+
+    def respond(items: Any, **options: Any) -> Any:
+        return client.responses.create(
+            model=NAME, input=items, tools=functions, max_output_tokens=20, include=include, **options
+        )
 
     with (
         serving(model, Autoregressive(), separate_reasoning=separate) as server,
         openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
     ):
-        # A chat.
         answer = client.chat.completions.create(**asked)
         message = answer.choices[0].message
-        num_calls = len(message.tool_calls or [])
-        assert (getattr(message, "reasoning_content", ""), message.content or "", num_calls) == expected
+        parts = getattr(message, "reasoning_content", ""), message.content or "", len(message.tool_calls or [])
+        assert parts == expected
         details = answer.usage and answer.usage.completion_tokens_details
         assert (details is not None) == separate
         if details is not None and written.num_thought_tokens is not None:
             assert details.reasoning_tokens == written.num_thought_tokens
 
-        # A streamed chat.
-        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
-        thoughts = "".join(getattr(delta, "reasoning_content", "") or "" for delta in deltas)
-        text = "".join(delta.content or "" for delta in deltas)
-        assert (thoughts, text, sum(len(delta.tool_calls or []) for delta in deltas)) == expected
-
-        # A response and a streamed response, and a further response to what each returned.
-        def respond(items: Any, **options: Any) -> Any:
-            return client.responses.create(
-                model=NAME, input=items, tools=functions, max_output_tokens=20, include=include, **options
-            )
+        assert parts_of_stream(client.chat.completions.create(**asked, stream=True)) == expected
 
         events = [*respond("Rome?", stream=True)]
-        for response in (respond("Rome?"), events[-1].response):
-            reasoning = [item for item in response.output if item.type == "reasoning"]
-            thoughts = "".join(part.text for item in reasoning for part in item.content)
-            num_calls = sum(item.type == "function_call" for item in response.output)
-            assert (thoughts, response.output_text, num_calls) == expected
-            num_thought_tokens = response.usage.output_tokens_details.reasoning_tokens
-            assert num_thought_tokens == (details.reasoning_tokens if details else 0)
-            assert respond([{"role": "user", "content": "Rome?"}, *response.output]).output
         thoughts = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
         text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
         assert (thoughts, text) == expected[:2]
+        for response in (respond("Rome?"), events[-1].response):
+            assert parts_of_response(response) == expected
+            num_thought_tokens = response.usage.output_tokens_details.reasoning_tokens
+            assert num_thought_tokens == (details.reasoning_tokens if details else 0)
+            assert respond([{"role": "user", "content": "Rome?"}, *response.output]).output, "the conversation goes on"
 
 
 def test_tags_that_are_special_tokens_are_not_in_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +340,7 @@ def test_tags_that_are_special_tokens_are_not_in_the_text(tmp_path: Path, monkey
             assert [json.loads(call.function.arguments) for call in message.tool_calls or []] == [{"a": 1, "b": 2}]
 
 
-ACCEPTED: list[dict[str, Any]] = [  # fields that clients of 2026 send, often by default: two chats, two responses
+ACCEPTED_IN_CHATS: list[dict[str, Any]] = [  # fields that clients of 2026 send, often by default
     {"store": False, "metadata": {"run": "1"}, "parallel_tool_calls": True, "service_tier": "auto", "user": "me",
      "prompt_cache_key": "a", "safety_identifier": "b", "verbosity": "medium", "n": 1, "seed": 3, "logit_bias": {},
      "stream_options": {"include_usage": True, "include_obfuscation": False}, "max_completion_tokens": 2,
@@ -314,6 +349,8 @@ ACCEPTED: list[dict[str, Any]] = [  # fields that clients of 2026 send, often by
      "max_completion_tokens": 2, "extra_body": {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "min_tokens": 0,
      "length_penalty": 1.0, "use_beam_search": False, "ignore_eos": False, "continue_final_message": False},
      "messages": [{"role": "user", "content": [{"type": "text", "text": "Rome?", "cache_control": {"type": "a"}}]}]},
+]  # fmt: skip
+ACCEPTED_IN_RESPONSES: list[dict[str, Any]] = [
     {"store": False, "metadata": {"run": "1"}, "parallel_tool_calls": True, "service_tier": "auto", "user": "me",
      "prompt_cache_key": "a", "safety_identifier": "b", "text": {"verbosity": "medium"}, "truncation": "disabled",
      "include": ["reasoning.encrypted_content"], "background": False, "max_output_tokens": 2,
@@ -323,16 +360,27 @@ ACCEPTED: list[dict[str, Any]] = [  # fields that clients of 2026 send, often by
         {"role": "user", "content": [{"type": "input_text", "text": "Rome?", "prompt_cache_breakpoint": {"a": "b"}}]},
         {"role": "assistant", "phase": "final_answer", "content": "Paris."}, {"role": "user", "content": "Rome?"}]},
 ]  # fmt: skip
-REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [  # fields that are refused in a chat, and in a response
-    ({"max_tokens": 2, "max_completion_tokens": 3}, {"truncation": "last"}),
-    ({"verbosity": "low"}, {"text": {"verbosity": "low"}}),
-    ({"logit_bias": {"5": 1}}, {"reasoning": {"context": "all_turns"}}),
-    ({"modalities": ["text", "audio"]}, {"image": {}}),
-    ({"prediction": {"type": "content", "content": "a"}}, {"previous_response_id": "resp_1"}),
-    ({"web_search_options": {}}, {"conversation": "conv_1"}),
-    ({"functions": [{"name": "f"}]}, {"prompt": {"id": "p"}}),
-    ({"audio": {"voice": "a", "format": "wav"}}, {"background": True}),
-    ({"stream_options": {"include_prompt": True}}, {"reasoning": {"mode": "pro"}}),
+REFUSED_IN_CHATS: list[dict[str, Any]] = [
+    {"max_tokens": 2, "max_completion_tokens": 3},
+    {"verbosity": "low"},
+    {"logit_bias": {"5": 1}},
+    {"modalities": ["text", "audio"]},
+    {"prediction": {"type": "content", "content": "a"}},
+    {"web_search_options": {}},
+    {"functions": [{"name": "f"}]},
+    {"audio": {"voice": "a", "format": "wav"}},
+    {"stream_options": {"include_prompt": True}},
+]
+REFUSED_IN_RESPONSES: list[dict[str, Any]] = [
+    {"truncation": "last"},
+    {"text": {"verbosity": "low"}},
+    {"reasoning": {"context": "all_turns"}},
+    {"image": {}},
+    {"previous_response_id": "resp_1"},
+    {"conversation": "conv_1"},
+    {"prompt": {"id": "p"}},
+    {"background": True},
+    {"reasoning": {"mode": "pro"}},
 ]
 
 
@@ -341,16 +389,16 @@ def test_fields_of_todays_clients_are_accepted_or_refused_by_name(models: dict[s
         serving(models["qwen"], Autoregressive()) as server,
         openai.OpenAI(base_url=f"{address(server)}/v1", api_key="none", max_retries=0) as client,
     ):
-        chat: Any = client.chat.completions.create
-        respond: Any = client.responses.create
-        refused_in_chats, refused_in_responses = zip(*REFUSED, strict=True)
-        for create, prompt, accepted, refused in (
-            (chat, {"messages": TURNS}, ACCEPTED[:2], refused_in_chats),
-            (respond, {"input": "Rome?"}, ACCEPTED[2:], refused_in_responses),
+        chats: Any = client.chat.completions
+        responses: Any = client.responses
+        for api, prompt, accepted, refused in (
+            (chats, {"messages": TURNS}, ACCEPTED_IN_CHATS, REFUSED_IN_CHATS),
+            (responses, {"input": "Rome?"}, ACCEPTED_IN_RESPONSES, REFUSED_IN_RESPONSES),
         ):
             for fields in accepted:
-                assert [*create(model=NAME, **{**prompt, **fields}, stream=True)]
+                assert [*api.create(model=NAME, **(prompt | fields), stream=True)]
             for fields in refused:
                 with pytest.raises(openai.BadRequestError) as caught:
-                    create(model=NAME, **prompt, **fields)
-                assert str(caught.value.param).startswith([*fields][-1]), fields
+                    api.create(model=NAME, **prompt, **fields)
+                last = [*fields][-1]
+                assert str(caught.value.param).startswith(last), fields
