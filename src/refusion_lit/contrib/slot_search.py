@@ -250,9 +250,9 @@ class SlotSearch(Decoder):
 
         def rank(i: int) -> tuple[float, float, int]:
             slot = candidates[i]
-            seen = visits.get(slot, 0)
-            value = node.children[slot].mean_value if seen else node.mean_value
-            return value + factor * weights[i] / (1 + seen), weights[i], -slot
+            num_visits = visits.get(slot, 0)
+            value = node.children[slot].mean_value if num_visits else node.mean_value
+            return value + factor * weights[i] / (1 + num_visits), weights[i], -slot
 
         return candidates[max(range(len(candidates)), key=rank)]
 
@@ -264,14 +264,12 @@ class SlotSearch(Decoder):
             pairs = [(node, slot) for node in growing for slot in self._candidates(node)[: self.max_candidates]]
             children = yield from self._fill(state, pairs)
             pool = [*(node for node in beams if not node.remaining), *children]
-            seen: set[frozenset[int]] = set()
-            best = []
-            others = []
-            for node in sorted(pool, key=lambda node: (-node.score(), node.slots)):
-                slots = frozenset(node.slots)
-                (others if slots in seen else best).append(node)
-                seen.add(slots)
-            beams = [*best, *others][: self.beam_size]
+            ranked = sorted(pool, key=lambda node: (-node.score(), node.slots))
+            best: dict[frozenset[int], Node] = {}  # by the slots that are filled, in any order
+            for node in ranked:
+                best.setdefault(frozenset(node.slots), node)
+            others = [node for node in ranked if best[frozenset(node.slots)] is not node]
+            beams = [*best.values(), *others][: self.beam_size]
         return max(beams, key=lambda node: node.score())
 
     def _candidates(self, node: Node) -> list[int]:
@@ -283,10 +281,10 @@ class SlotSearch(Decoder):
     def _plan(self, state: SearchState, nodes: Sequence[Node]) -> Steps[None]:
         """Draft the first tokens of all remaining slots after the nodes, in one forward."""
         nodes = [node for node in nodes if node.drafts is None]
-        branches = []
-        at = state.top
         if not nodes:
             return
+        branches = []
+        masks_at = state.top
         for node in nodes:
             if unfed := node.tokens[node.num_fed :]:
                 positions = node.positions[node.num_fed : len(node.tokens)]
@@ -297,9 +295,9 @@ class SlotSearch(Decoder):
             firsts = state.bounds(node.remaining)[:-1]
             masks = [state.mask_token_id] * len(positions)
             branches.append(
-                Branch(tokens=masks, positions=positions, visible=node.visible, write_at=at, draft_at=firsts)
+                Branch(tokens=masks, positions=positions, visible=node.visible, write_at=masks_at, draft_at=firsts)
             )
-            at += len(positions)
+            masks_at += len(positions)
         readings = yield state.forward("plan", branches, state.draw)
         state.num_plans += 1
         planned = [reading for reading, branch in zip(readings, branches, strict=True) if branch.draft_at]

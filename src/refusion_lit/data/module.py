@@ -325,7 +325,8 @@ class InstructionDataModule(L.LightningDataModule):
         """Encode a split; drop and count samples that are too long or, if the task allows it, malformed."""
         samples: list[EncodedExample] = []
         num_too_long = 0
-        num_malformed = num_unread = getattr(self.task, "num_malformed", {}).get(split, 0)
+        num_unread = getattr(self.task, "num_malformed", {}).get(split, 0)  # rows that the task has left out
+        num_malformed = num_unread
         for example in examples:
             try:
                 sample = encode_example(self.built_tokenizer, example, self.prompt_template)
