@@ -189,7 +189,9 @@ def driver(tmp_path: Path, module: str, journal: Path, gate: Path) -> subprocess
     tests = str(Path(__file__).parents[1])
     directory = str(tmp_path / "sweep")
     text = DRIVER.format(tests=tests, journal=str(journal), gate=str(gate), directory=directory, module=module)
-    process = subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.DEVNULL)
+    script = tmp_path / "driver.py"  # without a guard against a second import, as people write scripts
+    script.write_text(text)
+    process = subprocess.Popen([sys.executable, script], stderr=subprocess.DEVNULL)
     _wait_for(lambda: len(journal.read_text().splitlines()) == 2, seconds=120)  # three processes start
     return process
 

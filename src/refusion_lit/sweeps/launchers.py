@@ -17,9 +17,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 from refusion_lit.reports.results import NUM_CONCURRENT
@@ -80,8 +81,9 @@ class Local(Launcher):
                 while waiting and len(running) < num_concurrent:
                     folder = waiting.pop()
                     arguments = (str(folder), num_concurrent, os.getcwd(), dict(os.environ))
-                    running[folder] = context.Process(target=_run_in_session, args=arguments)
-                    running[folder].start()
+                    process = context.Process(target=_run_in_session, args=arguments)
+                    _start(process)
+                    running[folder] = process
                 ended = [folder for folder, process in running.items() if process.exitcode is not None]
                 for folder in ended:
                     _signal_group(running[folder], signal.SIGKILL)  # subprocesses may outlive the point
@@ -100,12 +102,35 @@ def preload(module: str) -> None:
     """Import a module in the process that local points are forked from; return at once."""
     if _CAN_FORK:
         multiprocessing.get_context("forkserver").set_forkserver_preload([module])
+        _start_server()
+
+
+def _start_server() -> None:
+    """Start the process that local points are forked from. Ctrl-C, which all processes of a terminal get, spares it."""
+    resource_tracker.ensure_running()  # which unblocks the signal
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
         forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _start(process: BaseProcess) -> None:
+    """Start a process that does not run this process's main module again, which may be a script that runs a sweep."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        if _CAN_FORK:
+            _start_server()
+        process.start()
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _run_in_session(folder: str, num_concurrent: int, directory: str, environment: Mapping[str, str]) -> None:
     """Run a point in a session, whose process group can be stopped with everything that the point starts."""
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     os.chdir(directory)  # the process that this one was forked from may have another directory and environment
     _set_environment(environment)
     sys.exit(not run_point(folder, num_concurrent))
