@@ -549,6 +549,7 @@ def test_a_checkpoint_at_the_root_has_no_training(tmp_path: Path) -> None:
         ({"results": {"d": {"score": 1, "tokens_per_forward": None}}}, "tokens_per_forward: expected a number, got"),
         ({"results": {"d": {"score": 1, "num_calls": "2"}}}, "results.d.num_calls: expected a number, got '2'"),
         ({"batch_size": "64"}, "batch_size: expected a number, got '64'"),
+        ({"batch_size": ""}, "batch_size: expected a number, got ''"),
         ({"decoders": {"d": "ReFusion"}}, "decoders.d: expected a mapping, got 'ReFusion'"),
     ],
 )

@@ -72,7 +72,7 @@ def _list_fields(values: Mapping[str, Any]) -> Iterator[tuple[str, object, str]]
     yield from ((f"decoders.{name}", value, "a mapping") for name, value in (values.get("decoders") or {}).items())
     for name, figures in values["results"].items():
         yield from ((f"results.{name}.{figure}", value, "a number") for figure, value in figures.items())
-    yield "batch_size", values.get("batch_size") or 0, "a number"
+    yield "batch_size", 0 if values.get("batch_size") is None else values["batch_size"], "a number"
     yield "metrics", values.get("metrics") or [], "a list of names"
 
 
