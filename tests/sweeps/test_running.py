@@ -265,6 +265,14 @@ def test_a_worker_that_dies_without_a_result_is_a_failure(
     assert "last words" in rows[0]["error"]
 
 
+def test_the_exit_functions_of_a_point_run(tmp_path: Path, make_module: Callable[[str], str], journal: Path) -> None:
+    """Some loggers upload their last lines there."""
+    left = tmp_path / "left"
+    module = make_module(f"import atexit, pathlib; atexit.register(pathlib.Path({str(left)!r}).touch)")
+    _run(tmp_path, module, journal, options={"x": 1})
+    assert left.exists()
+
+
 def test_a_point_is_not_told_that_its_job_is_one_task(
     tmp_path: Path, make_module: Callable[[str], str], journal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

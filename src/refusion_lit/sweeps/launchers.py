@@ -6,6 +6,7 @@ this machine are forks of a process that has imported the libraries, which takes
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -257,7 +258,10 @@ def _run_module(arguments: Sequence[str], log: str, environment: Mapping[str, st
             os.dup2(opened, descriptor)
     _set_environment(environment)
     sys.argv = list(arguments)
-    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # a logger may upload its last lines there; multiprocessing calls it from 3.13 on
 
 
 def _set_environment(environment: Mapping[str, str]) -> None:
