@@ -17,7 +17,8 @@ from refusion_lit.data.examples import encode_example
 from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
 from refusion_lit.decoding import Autoregressive
-from refusion_lit.modeling.saving import prompt_code, save_model
+from refusion_lit.modeling.prompt_code import prompt_code
+from refusion_lit.modeling.saving import save_model
 from refusion_lit.modeling.vocabulary import prompt_prefix, set_add_bos
 from refusion_lit.tasks import Example, InstructionFiles
 from refusion_lit.types import Prompt, SamplingParams

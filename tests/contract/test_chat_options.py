@@ -18,7 +18,8 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import PretrainedTokenizer, tokenizer_files, tokenizer_from_files
 from refusion_lit.decoding import Autoregressive
 from refusion_lit.modeling.chat_template import get_chat_options, set_chat_options
-from refusion_lit.modeling.saving import prompt_code, save_model
+from refusion_lit.modeling.prompt_code import prompt_code
+from refusion_lit.modeling.saving import save_model
 from refusion_lit.tasks import InstructionFiles
 from support.servers import address, serving
 from support.tokenizer_zoo import make_model, make_tokenizer

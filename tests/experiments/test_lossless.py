@@ -22,7 +22,7 @@ from refusion_lit.decoding import Autoregressive, decode
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.custom_generate import program_text
 from refusion_lit.modeling.drafter import DrafterOrigin
-from refusion_lit.modeling.saving import prompt_code
+from refusion_lit.modeling.prompt_code import prompt_code
 from refusion_lit.reports.model_card import drafter_card
 from refusion_lit.types import ModelTraits, Prompt, SamplingParams
 

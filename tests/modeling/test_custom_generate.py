@@ -21,7 +21,8 @@ from refusion_lit.decoding import ReFusion, SelfSpeculative
 from refusion_lit.families.speculative import custom_generate as self_speculative
 from refusion_lit.modeling.drafter import Drafter, DrafterOptions
 from refusion_lit.modeling.load import attach
-from refusion_lit.modeling.saving import PROGRAM_OPTIONS, prompt_code, save_drafter, save_model
+from refusion_lit.modeling.prompt_code import prompt_code
+from refusion_lit.modeling.saving import PROGRAM_OPTIONS, save_drafter, save_model
 from refusion_lit.refusion import custom_generate as refusion
 from refusion_lit.reports.model_card import model_card
 from refusion_lit.types import ModelTraits

@@ -33,7 +33,8 @@ from refusion_lit.data.module import InstructionDataModule
 from refusion_lit.data.tokenizers import PretrainedTokenizer
 from refusion_lit.decoding import Autoregressive, ReFusion
 from refusion_lit.modeling.load import BackboneConfig
-from refusion_lit.modeling.saving import prompt_code, save_model
+from refusion_lit.modeling.prompt_code import prompt_code
+from refusion_lit.modeling.saving import save_model
 from refusion_lit.tasks import Example, InstructionFiles
 from refusion_lit.text_model import TextModel
 from refusion_lit.traces.document import read_trace

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
 from refusion_lit.modeling.drafter import DrafterOptions, DrafterOrigin
-from refusion_lit.modeling.saving import prompt_code
+from refusion_lit.modeling.prompt_code import prompt_code
 from refusion_lit.reports.model_card import drafter_card
 from refusion_lit.types import AttentionKind, ModelTraits, Prediction
 from reports.samples import model_card, predictions, write_run

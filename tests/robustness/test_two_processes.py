@@ -1,4 +1,4 @@
-"""Validation, ``test`` and ``predict`` on two processes: each sample once, the figures of one process, one file."""
+"""Commands on two processes have the figures and files of one process, and the processes stop or fail together."""
 
 from __future__ import annotations
 
@@ -116,6 +116,7 @@ def test_a_complete_test_is_resumed_without_an_error(tmp_path: Path, capfd: pyte
 
 
 def test_two_processes_resume_the_test_of_one(tmp_path: Path) -> None:
+    """A decoder's predictions are lost, although the meta file beside them counts all: only it decodes again."""
     run = _run(tmp_path, "test", 5)
     name = "predictions_refusion.jsonl"
     before = _by_id(run / name)

@@ -161,7 +161,7 @@ def _card(options: Namespace, model: TextModel, published: CheckpointFormat | No
     """Return the model card; refuse ``--results`` of other weights."""
     from refusion_lit.checkpoints.models import load
     from refusion_lit.modeling.drafter import DrafterOrigin
-    from refusion_lit.modeling.saving import prompt_code
+    from refusion_lit.modeling.prompt_code import prompt_code
     from refusion_lit.modeling.weights import weights_digest
     from refusion_lit.reports.model_card import drafter_card, model_card
 

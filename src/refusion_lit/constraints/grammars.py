@@ -86,29 +86,18 @@ class GrammarCompiler:
         self.percent = by_text.get(b"%")
 
     def compile(self, schema: object) -> str:
-        """Return a schema's grammar.
+        """Return a strict schema's grammar.
 
         Raises:
             ValueError: If the schema is wrong or cannot be guaranteed.
         """
-        if schema is False:
+        if schema is False:  # perhaps because every value of an enum has control characters
             expected = "a schema that allows a value without control characters"
             raise OptionError(
                 f"{OPTION}: expected {expected}, got a schema that allows no such value; change it.", OPTION
             )
         text = json.dumps({} if schema is True else schema)  # options of llguidance apply to objects only
-        integers, fractions = list[str](), list[str]()
-        json.loads(text, parse_int=integers.append, parse_float=fractions.append)
-        rounded = [number for number in fractions if float(EXACT.create_decimal(number)) != float(number)]
-        rounded += [number for number in integers + fractions if abs(float(number)) >= 2**53]
-        require(not rounded, OPTION, "numbers below 2**53, fractions of up to 15 digits", rounded, "use strings")
-        multiples = [abs(int(number)) for number in re.findall(r'"multipleOf": (-?\d+)', text)]
-        largest = max(multiples, default=0)  # llguidance multiplies an allOf's numbers in 32 bits
-        if any(product * largest >= 2**32 for product in accumulate(multiples, math.lcm)):
-            message = (
-                f"{OPTION}: multipleOf: expected smaller or fewer numbers, got {multiples[:9]}; lower or drop some."
-            )
-            raise OptionError(message, OPTION)
+        _check_numbers(text)
         try:
             grammar = str(self._library.LLMatcher.grammar_from_json_schema(text, overrides=_SEPARATORS))
             reason = self.make_matcher(grammar).get_error()
@@ -162,6 +151,26 @@ class GrammarCompiler:
     def make_matcher(self, grammar: str) -> Any:  # noqa: ANN401 - llguidance is not typed
         """Return a matcher for a new text."""
         return self._library.LLMatcher(self.tokenizer, grammar)
+
+
+def _check_numbers(schema: str) -> None:
+    """Refuse numbers that parsers round, or whose least common multiple overflows in llguidance.
+
+    Args:
+        schema: The schema as JSON text.
+    """
+    integers, fractions = list[str](), list[str]()
+    json.loads(schema, parse_int=integers.append, parse_float=fractions.append)
+    rounded = [number for number in fractions if float(EXACT.create_decimal(number)) != float(number)]
+    rounded += [number for number in integers + fractions if abs(float(number)) >= 2**53]
+    require(not rounded, OPTION, "numbers below 2**53, fractions of up to 15 digits", rounded, "use strings")
+    multiples = [abs(int(number)) for number in re.findall(r'"multipleOf": (-?\d+)', schema)]
+    # For an allOf, llguidance computes lcm(a, b) = a * b / gcd(a, b) in 32 bits: a is the least common multiple of the
+    # numbers before b, and b is at most the largest number.
+    largest = max(multiples, default=0)
+    if any(multiple * largest >= 2**32 for multiple in accumulate(multiples, math.lcm)):
+        message = f"{OPTION}: multipleOf: expected smaller or fewer numbers, got {multiples[:9]}; lower or drop some."
+        raise OptionError(message, OPTION)
 
 
 class StringEnds:

@@ -147,28 +147,42 @@ def _check_keyword(
         yield False, "draft 4 or later, without options of llguidance", value
     elif keyword in _BOUNDS or (keyword in _EXCLUSIVE and not isinstance(value, bool)):
         yield is_number(value, Real), "a number", value
-        number = float(Decimal(value))  # infinite if it is too large for a float
+        number = _to_float(value)
         yield math.isfinite(number), "a finite number of 64 bits", number
         yield keyword != "multipleOf" or isinstance(value, Integral), "an integer, as floats are rounded", value
     elif keyword in _SIZES:
-        number = float(Decimal(value)) if is_number(value, Real) else -1.0
+        number = _to_float(value) if is_number(value, Real) else -1.0
         is_size = 0 <= number < math.inf and number.is_integer()
         yield is_size, "an integer of at least 0", value if math.isfinite(number) else number
-        names = schema.get("required")
-        most = 1 + len({*map(str, names)} if isinstance(names, list | tuple) else ())
-        yield keyword != "minProperties" or number <= most, f"at most {most}: required names and one more", value
+        if keyword == "minProperties":
+            # llguidance counts a name that is written twice as two properties. It never repeats a required name, so
+            # that required names and one more name differ.
+            names = schema.get("required")
+            most = 1 + len({*map(str, names)} if isinstance(names, list | tuple) else ())
+            yield number <= most, f"at most {most}: required names and one more", value
     elif keyword == "format":
         yield value != "unknown", "a format that JSON schema defines", value  # llguidance ignores it
     elif keyword in ("pattern", "patternProperties"):
-        for pattern in value if isinstance(value, Mapping) else [str(value)]:
-            is_clear = not _AMBIGUOUS.search(re.sub(r"\\[^DWdw]", "x", str(pattern)))
-            expected = r"patterns without \D, \W, [^\d], [^\w], (?i) and sets in classes, where engines differ"
-            yield is_clear, expected, pattern
-            has_control = _CONTROL_IN_PATTERN.search(_WIDE.sub("x", str(pattern)))
-            yield not has_control, r"patterns without control characters but \b, \f, \n, \r and \t", pattern
+        for pattern in value if isinstance(value, Mapping) else [value]:
+            yield from _check_pattern(str(pattern))
     elif keyword in VALUES:
         try:
             json.dumps(value, allow_nan=False)
         except ValueError as error:
             message = f"{OPTION}: {keyword}: expected values that JSON has, got another ({error}); write JSON alone."
             raise OptionError(message, OPTION) from error
+
+
+def _check_pattern(pattern: str) -> Iterator[tuple[bool, str, object]]:
+    """Yield checks for a regular expression, as :func:`_check_keyword` does."""
+    unescaped = re.sub(r"\\[^DWdw]", "x", pattern)  # any letter in place of an escaped character, such as \[
+    expected = r"patterns without \D, \W, [^\d], [^\w], (?i) and sets in classes, where engines differ"
+    yield not _AMBIGUOUS.search(unescaped), expected, pattern
+    narrow = _WIDE.sub("x", pattern)  # wide parts may name control characters, since they leave other characters
+    expected = r"patterns without control characters but \b, \f, \n, \r and \t"
+    yield not _CONTROL_IN_PATTERN.search(narrow), expected, pattern
+
+
+def _to_float(number: Any) -> float:  # noqa: ANN401 - an integer of any size, or a float
+    """Return a number as a float; infinite if it is too large for a float."""
+    return float(Decimal(number))

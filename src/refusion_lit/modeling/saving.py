@@ -16,11 +16,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from refusion_lit.modeling.backbone import Backbone, get_body
 from refusion_lit.modeling.block_drafter import FOLDER, BlockDrafter, save_block_drafter
-from refusion_lit.modeling.chat_template import get_chat_options
 from refusion_lit.modeling.custom_generate import write_program
 from refusion_lit.modeling.drafter import FORMAT, OPTIONS_FILE, WEIGHTS_FILE, Drafter, DrafterOrigin
 from refusion_lit.modeling.lora import adapts_embedding, merge_adapters, quiet_peft
-from refusion_lit.modeling.vocabulary import get_add_bos, prompt_prefix, starts_with_bos
 from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.files import require_empty, write_atomically
@@ -188,45 +186,3 @@ def _with_token_rows(model: Any, token_ids: list[int]) -> Any:
     rows = get_peft_model_state_dict(extended, save_embedding_layers=False)
     set_peft_model_state_dict(extended, {**rows, **adapters})
     return extended
-
-
-def prompt_code(tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> str:
-    """Return a program of transformers that encodes a prompt as ``data.conversations.encode_prompt`` does.
-
-    Names of special tokens in the query are text in the program, too, unless a template writes special tokens by name:
-    then transformers reads names in the query as tokens.
-    """
-    prefix = prompt_prefix(tokenizer)
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": "..."}]
-        program = f"messages = {json.dumps(turns)}\n"
-        options = "".join(f", {name}={value!r}" for name, value in get_chat_options(tokenizer).items())
-        call = f"tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True{options}"
-        if get_add_bos(tokenizer) == "auto" or _template_writes_bos(tokenizer, turns):
-            prefix = []
-    else:
-        text = prompt_template.replace("{query}", "...")
-        quoted = json.dumps(text, ensure_ascii=False)
-        program = ""
-        ids: Any = tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
-        is_plain = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ids
-        does_split = bool(getattr(tokenizer, "split_special_tokens", False))  # unless the program says otherwise
-        options = f", split_special_tokens={is_plain}" if is_plain or does_split else ""
-        prefix = [] if starts_with_bos(ids, tokenizer) else prefix
-        if prefix and tokenizer(text, split_special_tokens=is_plain)["input_ids"] == [*prefix, *ids]:
-            return f'input_ids = tokenizer({quoted}{options}, return_tensors="pt").input_ids  # begins with BOS'
-        call = f"tokenizer({quoted}, add_special_tokens=False{options}"
-    if not prefix:
-        return f'{program}input_ids = {call}, return_tensors="pt").input_ids'
-    bos = ", ".join(map(str, prefix))
-    return f"import torch\n\n{program}input_ids = torch.tensor([[{bos}, *{call}).input_ids]])  # begins with BOS"
-
-
-def _template_writes_bos(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]]) -> bool:
-    """Return whether a chat template's prompt begins with BOS."""
-    try:
-        options = get_chat_options(tokenizer)
-        rendered: Any = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, **options)
-    except Exception:  # a template may refuse the turn with any error
-        return False
-    return starts_with_bos(rendered["input_ids"], tokenizer)

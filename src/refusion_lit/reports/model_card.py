@@ -45,7 +45,7 @@ def model_card(
     Args:
         name: The model's directory or repository, for the loading example.
         backbone: The model. If it has low-rank adapters, the directory holds only the adapters.
-        prompt: What :func:`~refusion_lit.modeling.saving.prompt_code` returns for the tokenizer.
+        prompt: What :func:`~refusion_lit.modeling.prompt_code.prompt_code` returns for the tokenizer.
         run: The training run; its ``config.yaml`` and ``environment.json`` are included if they exist.
             ``None`` if the run is unknown.
         results: Test runs with a ``results.json``.
@@ -113,7 +113,7 @@ def drafter_card(name: str, origin: DrafterOrigin, prompt: str) -> str:
     Args:
         name: The directory or repository.
         origin: The drafter's options and base.
-        prompt: What :func:`~refusion_lit.modeling.saving.prompt_code` returns for the model's tokenizer.
+        prompt: What :func:`~refusion_lit.modeling.prompt_code.prompt_code` returns for the model's tokenizer.
     """
     base = origin.base or "MODEL"
     is_block = isinstance(origin.options, BlockDrafterOptions)

@@ -147,14 +147,15 @@ class Rollouts(StepSource):
             step: The prompts; responses in the data are not used.
         """
         device = self._model.backbone.device
-        number = module.global_step
         if not self.pending or len(self.pending[0]) != len(step.batches):  # the last step of an epoch may be shorter
             self.pending.clear()
             with torch.autocast(device.type, enabled=False):  # the fused backbone decodes without it
-                answers = self._answers(step.batches, number)
+                answers = self._answers(step.batches, module.global_step)
             for update in range(self.objective.num_updates):
-                fresh = stable_key("update", update, number)  # bounds draw new masks for every update
-                keyed = [replace(batch, sample_keys=batch.sample_keys ^ fresh) for batch in answers]
+                # A likelihood that is a bound masks places at random. Its noise depends on the sample keys, so that
+                # changed keys give new masks in every update.
+                update_key = stable_key("update", update, module.global_step)
+                keyed = [replace(batch, sample_keys=batch.sample_keys ^ update_key) for batch in answers]
                 self.pending.append([self._with_fixed_terms(module.corrupt(batch)) for batch in keyed])
         return [batch.to(device) for batch in self.pending.pop(0)]
 
@@ -174,24 +175,24 @@ class Rollouts(StepSource):
             corrupted = replace(corrupted, **{name: values})
         return corrupted
 
-    def _answers(self, step: Sequence[ResponseBatch], number: int) -> list[Answers]:
+    def _answers(self, step: Sequence[ResponseBatch], global_step: int) -> list[Answers]:
         """Decode and reward a group of answers for each prompt; return the answers by micro-batch."""
         started = time.perf_counter()
         update_seconds = started - self._finished if self._finished else 0.0
         parts = [_prompts(batch) for batch in step]
-        groups = self._decode_groups([prompt for part in parts for prompt in part], number)
+        groups = self._decode_groups([prompt for part in parts for prompt in part], global_step)
         self.figures = self._figures(list(groups.values()))
         self._finished = time.perf_counter()
         self.figures |= {"rollout_seconds": self._finished - started, "update_seconds": update_seconds}
         return [self._batch([groups[prompt.id] for prompt in part]) for part in parts]
 
-    def _decode_groups(self, prompts: Sequence[Prompt], number: int) -> dict[str, list[_Answer]]:
+    def _decode_groups(self, prompts: Sequence[Prompt], global_step: int) -> dict[str, list[_Answer]]:
         """Return a group of rewarded answers for each prompt, by the prompt's id."""
         size = self.objective.group_size
         copies = [replace(prompt, id=f"{prompt.id}/{i}") for prompt in prompts for i in range(size)]
         recorder = TrajectoryRecorder(self._decoder)
         # The last part of the key once counted repeated roll-outs. It stays, so that old runs decode the same answers.
-        sampling = replace(self._sampling, seed=stable_key("rollout", self.seed, number, 0))
+        sampling = replace(self._sampling, seed=stable_key("rollout", self.seed, global_step, 0))
         rows = self.evaluation.decode(self._model, self._decoder, copies, [recorder], sampling, trace=True).rows
         totals = self._sum_rewards([prompt for prompt in prompts for _ in range(size)], rows)
         trajectories = [recorder.trajectories[index] for index in range(len(rows))]

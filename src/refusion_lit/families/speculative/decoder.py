@@ -246,21 +246,23 @@ class SelfSpeculative(Decoder):
 
     def _num_masks(self, state: SpeculativeState, num_drafts: int, accepted: int) -> int:
         """Return the number of masks after the first ``accepted`` of a forward's ``num_drafts`` drafts."""
-        size = self.slot_size
-        available = len(state.special_tokens.draft_token_ids) if size is None else size
-        wanted = available if self.num_drafts is None else self.num_drafts
-        if size is None:
-            wanted = min(wanted, available)
-        wanted = min(wanted, len(state.tokens) - state.num_committed - accepted - 1)
+        if self.slot_size is None:  # a drafter, which has a fixed number of masks
+            num_masks = len(state.special_tokens.draft_token_ids)
+            limit = num_masks if self.num_drafts is None else min(self.num_drafts, num_masks)
+            factor, adapters = _DRAFTER_COST_FACTOR, _ADAPTERS
+        else:
+            limit = self.slot_size if self.num_drafts is None else self.num_drafts
+            factor, adapters = _HYBRID_COST_FACTOR, 0.0
+        wanted = min(limit, len(state.tokens) - state.num_committed - accepted - 1)
         layout = self.layout
         if layout is None and wanted > 0:
-            factor, adapters = (_DRAFTER_COST_FACTOR, _ADAPTERS) if size is None else (_HYBRID_COST_FACTOR, 0.0)
             cost = factor * state.forward_cost if self.forward_cost is None else self.forward_cost
             cost /= state.num_rows  # rows share a forward
-            layout, wanted = cheapest(cost, adapters * cost, round(state.acceptance.rate, 2), wanted)
+            rate = round(state.acceptance.rate, 2)  # few values, since results are cached
+            layout, wanted = cheapest(cost, adapters * cost, rate, wanted)
         if wanted <= 0 or (layout == "two_forwards" and num_drafts > 0):
-            return 0
-        return wanted + (size is not None)  # a hybrid model's first mask drafts nothing
+            return 0  # with two_forwards, a forward that verifies does not draft
+        return wanted if self.slot_size is None else wanted + 1  # a hybrid model's first mask drafts nothing
 
     def _drafts(
         self, groups: dict[int, Branch], read: dict[int, Reading], accepted: int, draw: Draw
