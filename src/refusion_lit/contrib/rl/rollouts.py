@@ -152,8 +152,8 @@ class Rollouts(StepSource):
             with torch.autocast(device.type, enabled=False):  # the fused backbone decodes without it
                 answers = self._answers(step.batches, module.global_step)
             for update in range(self.objective.num_updates):
-                # A likelihood that is a bound masks places at random. Its noise depends on the sample keys, so that
-                # changed keys give new masks in every update.
+                # A likelihood may be a bound that masks random places, as MaskedBound in experiments/policy_estimators.
+                # Sample keys determine the noise, so changed keys give new masks in every update.
                 update_key = stable_key("update", update, module.global_step)
                 keyed = [replace(batch, sample_keys=batch.sample_keys ^ update_key) for batch in answers]
                 self.pending.append([self._with_fixed_terms(module.corrupt(batch)) for batch in keyed])
