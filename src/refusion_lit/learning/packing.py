@@ -126,8 +126,8 @@ def _needed_positions(corrupted: CorruptedBatch) -> Bool[Tensor, "row token"]:
     stops = stops.maximum(starts)
     edges = needed.new_zeros((len(needed), needed.shape[1] + 1), dtype=torch.long)
     while True:
-        number = needed[..., None].expand_as(starts).flatten(1).long()
-        changes = edges.scatter_add(1, starts.flatten(1), number).scatter_add(1, stops.flatten(1), -number)
+        is_needed = needed[..., None].expand_as(starts).flatten(1).long()
+        changes = edges.scatter_add(1, starts.flatten(1), is_needed).scatter_add(1, stops.flatten(1), -is_needed)
         seen = needed | (changes.cumsum(1)[:, :-1] > 0)
         if torch.equal(seen, needed):
             return needed

@@ -104,11 +104,11 @@ class BlockDrafterOptions:
         return MuseGlimmerAssistantConfig(**{**derived, **self.config})
 
 
-def _spread(number: int, num_layers: int) -> list[int]:
+def _spread(num_chosen: int, num_layers: int) -> list[int]:
     """Return layers of a model, evenly from the second to the third from the end."""
     first = min(1, num_layers - 1)
     last = max(num_layers - 3, first)
-    return sorted({round(first + i * (last - first) / max(number - 1, 1)) for i in range(number)})
+    return sorted({round(first + i * (last - first) / max(num_chosen - 1, 1)) for i in range(num_chosen)})
 
 
 class BlockDrafter(nn.Module):
@@ -262,10 +262,10 @@ class BlockDrafter(nn.Module):
         anchors = (firsts - 1).clamp(0, length - 1)
         blocks = anchors[..., None] + torch.arange(self.num_masks + 1, device=input_ids.device)
         positions = torch.cat((position_ids[:, :length], blocks.flatten(1)), 1)
-        number = torch.arange(anchors.shape[1], device=input_ids.device).repeat_interleave(self.num_masks + 1)
+        block_index = torch.arange(anchors.shape[1], device=input_ids.device).repeat_interleave(self.num_masks + 1)
         # A block sees the text before its anchor, and the whole block.
         before = position_ids[:, None, :length] < anchors.repeat_interleave(self.num_masks + 1, 1)[..., None]
-        same = (number[:, None] == number).expand(batch, -1, -1)
+        same = (block_index[:, None] == block_index).expand(batch, -1, -1)
         ids = torch.full_like(blocks, network.config.mask_token_id)
         ids[..., 0] = input_ids[:, :length].gather(1, anchors)
         output = network(

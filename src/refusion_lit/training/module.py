@@ -323,10 +323,10 @@ class SlotDiffusionModule(L.LightningModule):
     @property
     def _num_steps(self) -> int:
         """Number of optimizer steps in the whole training."""
-        number = self.trainer.estimated_stepping_batches
+        num_steps = self.trainer.estimated_stepping_batches
         expected = "a number above 0 here or in trainer.max_epochs"
-        require(0 < number < math.inf, "trainer.max_steps", expected, self.trainer.max_steps, "set one of them")
-        return int(number)
+        require(0 < num_steps < math.inf, "trainer.max_steps", expected, self.trainer.max_steps, "set one of them")
+        return int(num_steps)
 
     def corrupt(self, batch: ResponseBatch) -> CorruptedBatch:
         """Corrupt a training batch with noise that depends on seed, epoch and samples only; pack it if asked.

@@ -260,11 +260,11 @@ def group_advantages(rewards: Float[Tensor, "prompt answer"], *, scale: bool) ->
     tensor([[-1.,  1.],
             [ 0.,  0.]])
     """
-    number = rewards.isfinite().sum(1, keepdim=True)
+    num_finite = rewards.isfinite().sum(1, keepdim=True)
     centred = (rewards - rewards.nanmean(1, keepdim=True)).nan_to_num(nan=0.0)
     highest, lowest = rewards.nan_to_num(nan=-torch.inf).amax(1), rewards.nan_to_num(nan=torch.inf).amin(1)
     # In floating point, equal rewards minus their mean may differ from 0, and the scale would enlarge the difference.
     centred = centred.where((highest > lowest)[:, None], 0.0)
     if scale:
-        return centred / ((centred.square().sum(1, keepdim=True) / (number - 1).clamp(min=1)).sqrt() + 1e-4)
-    return centred * number / (number - 1).clamp(min=1)
+        return centred / ((centred.square().sum(1, keepdim=True) / (num_finite - 1).clamp(min=1)).sqrt() + 1e-4)
+    return centred * num_finite / (num_finite - 1).clamp(min=1)
