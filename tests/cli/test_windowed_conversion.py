@@ -66,6 +66,7 @@ def test_a_model_with_a_sliding_window_is_converted(model_type: str, tmp_path: P
     batch = converted.generate(["12+34>", "12+34,56+78>"], max_new_tokens=12, batch_size=2)
     alone = [converted.generate([prompt], max_new_tokens=12)[0] for prompt in ("12+34>", "12+34,56+78>")]
     assert [row.token_ids for row in batch] == [row.token_ids for row in alone]
+    # Tokens of a slot are not decoded in the order of the text, so the window is the context.
     with pytest.raises(ValueError, match=rf"context of {WINDOW}"):
         converted.generate(["12+34," * 12], max_new_tokens=12)
     check_export(checkpoint, converted, tmp_path / "exported")

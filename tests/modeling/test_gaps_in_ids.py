@@ -132,7 +132,7 @@ def test_a_model_without_a_mask_token_gets_a_free_id_or_is_refused(tmp_path: Pat
     assert len({*vocabulary.values()}) == len(vocabulary)
 
 
-def test_prompts_of_no_token_are_refused(tmp_path: Path) -> None:
+def test_prompts_with_an_id_of_no_token_are_refused(tmp_path: Path) -> None:
     model = refusion_lit.load(write_gapped_model(tmp_path))
     with pytest.raises(ValueError, match=r"prompt 0: expected .* got 5"):
         model.generate_ids([[12, 5]])

@@ -279,10 +279,12 @@ def test_calls_within_thoughts_are_no_calls(
     model.tokenizer.chat_template += f"{'<think>' if written.is_open else ''}\n"
 
     def write(tokens: list[int], **_: Any) -> str:
+        """Write the text whatever tokens are drawn, ``CHARACTERS_PER_TOKEN`` for every token."""
         return written.whole[: CHARACTERS_PER_TOKEN * len(tokens)]
 
     monkeypatch.setattr(model, "detokenize", write)
     expected = expected_parts(written, separate=separate)
+    # Log-probabilities are asked for, too: they must not change what is a thought, a call or the answer.
     asked: dict[str, Any] = {"model": NAME, "messages": TURNS, "tools": TOOLS, "max_tokens": 20, "logprobs": True}
     functions: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
     include: list[Any] = ["message.output_text.logprobs"]

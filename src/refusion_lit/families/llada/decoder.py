@@ -24,8 +24,10 @@ STATISTIC: dict[str, Statistic] = {
     "topk_margin": "margin",
     "entropy": "negative_entropy",
 }
+"""The statistic that ranks masks, by the name of Dream's order; see ``LLaDA.order``."""
 _DREAM = ("origin", *STATISTIC)
 _END = 1e-3
+"""Time at the end of Dream's schedule."""
 _LOW_TEMPERATURE = 0.3
 """Below it, probabilities after temperature round to 1 at most places, so that they rank and select nothing."""
 
