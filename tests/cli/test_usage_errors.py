@@ -59,6 +59,7 @@ def refusal(cli: RefusionCLI, command: str, *args: str) -> str:
         (["--model.sampling=abc"], "^model.sampling: .*abc"),
         (["--trainer.callbacks=Nope"], "^trainer.callbacks: .*Nope"),
         (["--model.optimizer=Adamm"], "^model.optimizer: .*Adamm.*'Adam'"),
+        (["--model.optimizer.lr=x"], "^model.optimizer.lr: (?!.*class_path).*float.*x$"),
         (["--model.objective=Hybird"], "^model.objective: .*Hybird.*'Hybrid'"),
         (
             ["--model.objective=GroupPolicy", "--model.objective.rewards=[Additions]"],

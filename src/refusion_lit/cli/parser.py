@@ -146,7 +146,9 @@ def explain(parser: ArgumentParser, message: str) -> str:
     key = re.match(r'Parser key "(.+?)"', message)
     option = ".".join(match[1] for match in (key, re.search(r"NestedArg\(key='(.+?)'", message)) if match)
     lines = [re.sub(r'Parser key ".+?": ?', "", line.strip(" -")) for line in message.splitlines()]
-    text = "; ".join(line for line in dict.fromkeys(lines) if line and not _REPEATED.match(line)).replace(":;", ":")
+    lines = [line for line in dict.fromkeys(lines) if line and not _REPEATED.match(line)]
+    is_whole = lines[:1] and lines[0].startswith("unknown")  # what follows is on the classes that were tried first
+    text = lines[0] if is_whole else "; ".join(lines).replace(":;", ":")
     value = re.search(r"Given value: (?!NestedArg|Namespace|[{\[])(.+)", message)
     if value and not text.endswith(f": {value[1]}"):
         text += f". Got value: {value[1]}"
@@ -154,7 +156,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
     hint, error = str(getattr(action, "_typehint", "")), _CLASS.search(text)
     classes = re.findall(r"\.(\w+)(?=,|$)", getattr(action, "extra_help", str)())  # the known subclasses in its help
     classes = [name for name in classes if not re.search(rf"\b{name}\b", hint)]
-    takes_class = classes and "float" not in hint  # a learning rate may also be a class, torch's Tensor
+    takes_class = classes and not re.search(r"\bfloat\b", text)  # a learning rate may also be a class, torch's Tensor
     if takes_class and error and re.search(rf"\b{error['owner'] or ''}\b", hint):
         nearest = suggest(error["name"] or "", classes)
         form = "" if "did you mean" in nearest else "; write {class_path: NAME, init_args: {OPTION: VALUE}}"
