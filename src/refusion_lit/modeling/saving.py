@@ -19,6 +19,7 @@ from refusion_lit.modeling.block_drafter import FOLDER, BlockDrafter, save_block
 from refusion_lit.modeling.custom_generate import write_program
 from refusion_lit.modeling.drafter import FORMAT, OPTIONS_FILE, WEIGHTS_FILE, Drafter, DrafterOrigin
 from refusion_lit.modeling.lora import adapts_embedding, merge_adapters, quiet_peft
+from refusion_lit.modeling.prompt_code import prompt_code as prompt_code  # programs import it from here
 from refusion_lit.modeling.weights import weights_digest
 from refusion_lit.types import ModelTraits, SpecialTokens
 from refusion_lit.utils.files import require_empty, write_atomically
