@@ -57,7 +57,7 @@ def test_answers_and_tokens_are_counted_within_a_batch() -> None:
             counts.append((bar.completed, bar.fields["num_tokens"]))
 
     num_tokens = 0
-    for _ in range(2):  # a second call goes on where the first one ended
+    for _ in range(2):  # the second call continues the bar of the first call
         callbacks = [progress.watch("ar", 2 * len(PROMPTS)), After()]
         rows = model.generate(PROMPTS, decoder=Autoregressive(), max_new_tokens=24, batch_size=4, callbacks=callbacks)
         num_tokens += sum(row.num_tokens for row in rows)
@@ -75,6 +75,14 @@ def test_tokens_after_the_end_are_not_counted() -> None:
     model, progress = refusion_lit.load(MODEL), DecodingProgress(Console(file=io.StringIO()))
     rows = model.generate(PROMPTS, decoder=ReFusion(), max_new_tokens=64, callbacks=[progress.watch("a", 4)])
     assert progress.tasks[0].fields["num_tokens"] == sum(row.num_tokens for row in rows)
+
+
+def test_a_decoder_with_the_name_of_another_bar_has_a_bar() -> None:
+    progress = DecodingProgress(Console(file=io.StringIO()))
+    steps = progress.add_bar("training", 100)
+    progress.watch("training", 4)
+    assert [bar.total for bar in progress.tasks] == [100, 4]
+    assert steps.completed == 0
 
 
 def test_generate_has_a_bar_and_a_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
@@ -31,10 +32,10 @@ class DecodingProgress(Progress):
         options = {"transient": True, "disable": not console.is_interactive, "speed_estimate_period": float("inf")}
         super().__init__(*columns, console=console, **options)
 
-    def add_bar(self, name: str, total: float, completed: int = 0) -> Task:
-        """Add a bar; an infinite total is unknown."""
+    def add_bar(self, name: str, total: float, completed: int = 0, **fields: Any) -> Task:  # noqa: ANN401 - as rich takes them
+        """Add a bar, with further values of the task; an infinite total is unknown."""
         self.start()
-        self.add_task(name, total=total if math.isfinite(total) else None, completed=completed, text="")
+        self.add_task(name, total=total if math.isfinite(total) else None, completed=completed, text="", **fields)
         return self.tasks[-1]
 
     def watch(self, name: str, total: int, finished: int = 0) -> GenerationCallback:
@@ -45,8 +46,8 @@ class DecodingProgress(Progress):
             total: Number of all answers.
             finished: Number of answers from an interrupted run.
         """
-        bar = next((bar for bar in self.tasks if bar.description == name), None)
-        return _Answers(self, bar or self.add_bar(name, total, finished))
+        bars = (bar for bar in self.tasks if bar.description == name and "num_tokens" in bar.fields)
+        return _Answers(self, next(bars, None) or self.add_bar(name, total, finished, num_tokens=0, seconds=0.0))
 
 
 class _Answers(GenerationCallback):
@@ -55,8 +56,8 @@ class _Answers(GenerationCallback):
     def __init__(self, bars: Progress, bar: Task) -> None:
         self._bars, self._bar = bars, bar
         self._counted: dict[int, int] = {}
-        self._num_tokens = bar.fields.get("num_tokens", 0)
-        self._start = time.monotonic() - bar.fields.get("seconds", 0.0)
+        self._num_tokens = bar.fields["num_tokens"]
+        self._start = time.monotonic() - bar.fields["seconds"]
 
     def on_commit(self, index: int, state: RowState) -> None:
         self._count(index, state.num_committed)

@@ -30,7 +30,7 @@ class Interval(NamedTuple):
 
 
 def format_interval(value: Interval, digits: int, *, signed: bool = False) -> tuple[str, ...]:
-    """Return the texts of an estimate and the ends of its interval, without those that are unknown.
+    """Return the texts of an estimate and of the known ends of the interval.
 
     An end gets more digits if it would be rounded to 0, because 0 says that the interval contains 0 or ends there.
 

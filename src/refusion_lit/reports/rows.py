@@ -117,7 +117,7 @@ class ReportRow:
 
     @cached_property
     def shared(self) -> list[tuple[ScoredPrediction, ScoredPrediction]]:
-        """Predictions of the row and of its baseline for the same example; none if the row is its own baseline."""
+        """Pairs of predictions for the same example, from the row and from the baseline; none for a baseline."""
         others = {} if self.baseline is self else self.baseline.predictions
         return [(p, others[i]) for i, p in self.predictions.items() if i in others and p.example == others[i].example]
 
@@ -133,7 +133,7 @@ class ReportRow:
 
     @property
     def num_differing(self) -> int:
-        """Number of ids that both have, with different prompts or references."""
+        """Number of shared ids under which row and baseline have different prompts or references."""
         return len(self.predictions) - self.num_only_row - len(self.shared)
 
     @cached_property

@@ -87,7 +87,7 @@ def speed_columns(rows: Sequence[ReportRow]) -> list[Column]:
 
 
 def comparison_columns(comparison: Comparison, names: Collection[str] = _SPEEDS) -> list[Column]:
-    """Return a comparison's columns after those that name its rows.
+    """Return the columns of a comparison's figures, without the columns of names.
 
     Args:
         comparison: The comparison.

@@ -159,7 +159,7 @@ def _facts(test: ReportRow) -> dict[str, str]:
 
 
 def _examples(rows: Sequence[ReportRow]) -> tuple[list[list[tuple[ReportRow, ScoredPrediction]]], int]:
-    """Return the rows' predictions for a few examples, those with a wrong answer first.
+    """Return the rows' predictions for a few examples; examples with a wrong answer come first.
 
     The second value counts ids with different prompts or references.
     """
