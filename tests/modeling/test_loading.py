@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from refusion_lit.modeling.saving import save_model
 from refusion_lit.modeling.source import ModelSource
 from refusion_lit.modeling.vocabulary import ensure_mask_token, read_special_tokens
 from refusion_lit.types import ModelTraits
+from support.forks import fork
 from support.tiny import TINY_QWEN, make_base
 
 # A golden model of an earlier release: its config has no group of this package, and its head has more rows than tokens.
@@ -564,3 +566,19 @@ def test_weights_that_an_overridden_config_asks_for_are_not_fetched_again(tmp_pa
     source = make_base(tmp_path / "base", "abc")
     with pytest.raises(ValueError, match=r"^backbone\.source: expected all weights .*backbone\.config"):
         BackboneConfig(source=str(source), config={"attention_bias": True}).build(masked_tokenizer())
+
+
+def test_models_load_in_threads_at_the_same_time() -> None:
+    """transformers replaces functions of torch and of its classes while it builds a model, in all threads."""
+    folder = MID.with_name("additions-clean")
+    expected = refusion_lit.load(folder, device="cpu").backbone.model.state_dict()
+
+    def check_loads() -> None:  # in a process of its own, whose functions may stay replaced
+        with ThreadPoolExecutor(4) as threads:
+            models = list(threads.map(lambda _: refusion_lit.load(folder, device="cpu"), range(4)))
+        for model in (*models, refusion_lit.load(folder, device="cpu")):
+            torch.testing.assert_close(model.backbone.model.state_dict(), expected, rtol=0, atol=0)
+
+    process = fork(check_loads)
+    process.join()
+    assert process.exitcode == 0

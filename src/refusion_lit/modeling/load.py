@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,12 @@ from refusion_lit.utils.require import require
 
 AttentionImplementation = Literal["sdpa", "flex_attention"]
 DType = Literal["float32", "float64", "bfloat16", "float16"]
+
+_BUILDING = threading.RLock()
+"""Held while a model is built.
+
+transformers then replaces methods of its classes and functions of torch, and afterwards puts back what it found: in a
+second thread, the replacements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +202,7 @@ class BackboneConfig:
                 has_drafter=any(part is not None for part in (self.drafter, self.block_drafter, self.draft)),
             )
             check(plan)
-        with torch.random.fork_rng(devices=(), enabled=seed is not None):
+        with _BUILDING, torch.random.fork_rng(devices=(), enabled=seed is not None):
             if seed is not None:
                 torch.default_generator.manual_seed(seed)  # the CPU draws all initial weights
             if source is None:
