@@ -148,7 +148,7 @@ class Chat:
         return answer
 
     def _encode(self, question: str) -> list[int]:
-        """Return a prompt with as many last turns as fit the context; print how many turns are left out."""
+        """Return a prompt with the latest turns that fit into the context; print how many turns are left out."""
         decoder = self.setup.decoder
         context = self.model.model_for(decoder).context(in_text_order=decoder.keeps_text_order)
         room = self.setup.sampling.max_new_tokens
@@ -186,7 +186,7 @@ class _Watch(GenerationCallback):
 
 
 def order_line(trace: Trace) -> Text:
-    """Return an answer's text, with the number of the forward pass before tokens that it decoded."""
+    """Return an answer's text; a forward pass's number stands before the tokens that it decoded."""
     text = Text("order: ", "dim")
     before = -1
     for token, number in zip(trace.token_ids, timeline(trace).final_forwards(), strict=False):

@@ -26,7 +26,7 @@ def build_parser() -> OneLineParser:
 
 
 def run(args: list[str]) -> int:
-    """Print the script. It holds all names, so that completing starts no Python.
+    """Print the script. It contains all names, so that the shell completes without starting Python.
 
     Raises:
         ValueError: If the shell is unknown, or shtab is missing.
@@ -54,7 +54,7 @@ def _root_parser() -> ArgumentParser:
     for parser in parsers.values():
         for action in parser._actions:
             if any(" " in name for name in action.option_strings):
-                action.help = SUPPRESS  # jsonargparse's entry of linked options is no option
+                action.help = SUPPRESS  # jsonargparse's list of linked options is no option
         parser.add_argument("--resume", type=str, help="directory of an interrupted run")
     for name, place in COMMANDS.items():
         module = import_module(f"refusion_lit.cli.{place.partition('.')[0]}")
@@ -69,9 +69,10 @@ def _root_parser() -> ArgumentParser:
 
 
 def _shorten_classes(script: str) -> str:
-    """Replace import paths of classes by class names, which all options take, unless two classes have the name.
+    """Replace import paths by class names, which options accept as well.
 
-    Our classes keep their names even so: options tell an objective from a decoder by its base class.
+    Import paths stay where several classes share a name. Our own classes always get their short names: an option
+    accepts one base class alone, so that it cannot confuse an objective with a decoder.
     """
     paths = defaultdict(set)
     for match in _CLASS_PATH.finditer(script):

@@ -28,12 +28,13 @@ class DecodingProgress(Progress):
             TextColumn("{task.fields[text]}", markup=False),
             TimeRemainingColumn(),
         )
-        # Speeds and times left are of the last 1 000 updates, which rich keeps, not of the last 30 seconds.
+        # Estimate speed and time left from the last 1 000 updates, the most that rich keeps, not from the last 30
+        # seconds.
         options = {"transient": True, "disable": not console.is_interactive, "speed_estimate_period": float("inf")}
         super().__init__(*columns, console=console, **options)
 
     def add_bar(self, name: str, total: float, completed: int = 0, **fields: Any) -> Task:  # noqa: ANN401 - as rich takes them
-        """Add a bar, with further values of the task; an infinite total is unknown."""
+        """Add a bar. Further values go to rich's task; an infinite total is shown as unknown."""
         self.start()
         self.add_task(name, total=total if math.isfinite(total) else None, completed=completed, text="", **fields)
         return self.tasks[-1]
@@ -64,7 +65,7 @@ class _Answers(GenerationCallback):
 
     def on_finished(self, index: int, generation: Generation) -> None:
         self._bars.advance(self._bar.id)
-        self._count(index, generation.num_tokens)  # without the tokens after its EOS token, which were committed before
+        self._count(index, generation.num_tokens)  # tokens committed after EOS no longer count
 
     def _count(self, index: int, num_tokens: int) -> None:
         self._num_tokens += num_tokens - self._counted.get(index, 0)

@@ -1,4 +1,4 @@
-"""``refusion-lit evaluate``: tasks of the lm-evaluation-harness, with the throughput beside the scores."""
+"""``refusion-lit evaluate``: run tasks from the lm-evaluation-harness; print scores and throughput."""
 
 from __future__ import annotations
 

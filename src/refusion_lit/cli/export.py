@@ -34,7 +34,7 @@ def build_parser() -> ModelParser:
     parser.add_argument("--output", type=str, required=True, help="new or empty directory")
     draft = "directory of a drafter to write into the same directory as the model"
     parser.add_argument("--draft", type=str | None, default=None, help=draft)
-    add_decoder_option(parser, "the decoder that the directory names as its own; by default the model's own")
+    add_decoder_option(parser, "default decoder of the exported model; by default the decoder of the model itself")
     adapters = "write low-rank adapters (in peft's layout) or the drafter alone, without the model"
     layout = "hf, or the format of published checkpoints that other programs serve: llada, dream, sdar and others"
     parser.add_argument("--format", type=str, default="hf", help=layout)
@@ -50,7 +50,7 @@ def run(args: list[str]) -> int:
     """Write the directory with its model card, and upload it with ``--push_to_hub``.
 
     Raises:
-        ValueError: If the checkpoint cannot be read or has no adapters to write alone, the model does not fit the
+        ValueError: If the checkpoint cannot be read, ``--adapter_only`` finds no adapters, the model does not fit the
             format, the directory is not empty, or the upload fails.
     """
     options = build_parser().parse(args)
@@ -142,7 +142,7 @@ def name_decoder(model: TextModel, decoder: Decoder) -> None:
 
 
 def _own_entry(model: TextModel, published: CheckpointFormat, output: str) -> dict[str, Any]:
-    """Return what loading the export needs beside the format: a decoder and a prompt template that the format lacks."""
+    """Return the decoder and the prompt template if the published format cannot store them; loading needs both."""
     from refusion_lit.modeling.formats import find_format
 
     traits, decoder = model.backbone.traits, model.default_decoder
@@ -158,7 +158,7 @@ def _own_entry(model: TextModel, published: CheckpointFormat, output: str) -> di
 
 
 def _card(options: Namespace, model: TextModel, published: CheckpointFormat | None) -> str:
-    """Return the model card; refuse ``--results`` of other weights."""
+    """Return the model card; refuse ``--results`` from other weights."""
     from refusion_lit.checkpoints.models import load
     from refusion_lit.modeling.drafter import DrafterOrigin
     from refusion_lit.modeling.prompt_code import prompt_code

@@ -219,7 +219,7 @@ def _check_requests(requests: list[PromptRequest], schema: Any, setup: Setup) ->
 
 
 def _check_output(options: Namespace) -> None:
-    """Refuse an output file that cannot be written, or whose content would be lost, before the model is loaded.
+    """Refuse an output file that cannot be written or would lose its content. No model is loaded yet.
 
     Raises:
         ValueError: If the file cannot be written, or holds other data than predictions of this package.
@@ -303,7 +303,7 @@ def read_prompts(source: str, template: str | None = None) -> Iterator[PromptReq
 
     Args:
         source: Path of the file, or ``-``.
-        template: Template of the prompts without one.
+        template: Template for prompts without a template of their own.
 
     Raises:
         ValueError: If the file is missing or a line is malformed.

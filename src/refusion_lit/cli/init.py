@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def configs_directory() -> Path:
-    """Return where the example configs are: inside an installed package, or beside ``src`` in a checkout.
+    """Return the folder of the example configs: inside an installed package, or beside ``src`` in a checkout.
 
     Raises:
-        ValueError: If neither is there.
+        ValueError: If neither folder exists.
     """
     package = Path(__file__).resolve().parent.parent
     for candidate in (package / "configs", package.parent.parent / "configs"):
@@ -38,7 +38,7 @@ def build_parser() -> OneLineParser:
 
 
 def run(args: list[str]) -> int:
-    """Copy the configs. Equal files, as in a clone, are kept.
+    """Copy the configs. Files that exist with the same content, as in a clone, stay.
 
     Raises:
         ValueError: If there is no directory, or a file in it differs from a config of the same name.

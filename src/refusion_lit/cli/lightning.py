@@ -47,7 +47,7 @@ from refusion_lit.utils.require import require, require_at_least
 
 __all__ = ["RefusionCLI", "decoding", "objectives", "tasks"]  # imported so that short class names resolve
 
-yaml.SafeDumper.add_multi_representer(str, yaml.SafeDumper.represent_str)  # texts of an enum, as Timer has in a default
+yaml.SafeDumper.add_multi_representer(str, yaml.SafeDumper.represent_str)  # for enums of text, as in Timer
 
 
 _DESCRIPTIONS = {
@@ -71,17 +71,17 @@ class OneLineLightningParser(OneLineParser, LightningArgumentParser):
 
 
 class RefusionCLI(LightningCLI):
-    """LightningCLI with runs in ``runs/NAME/VERSION``, one-line errors, and checkpoints that override no option.
+    """LightningCLI with runs in ``runs/NAME/VERSION`` and one-line errors. Checkpoints override no option.
 
     Attributes:
-        claim: The run's directory; ``None`` until it is chosen. The attribute belongs to the class, because the
-            constructor does the whole work and may raise.
+        claim: The run's directory; ``None`` until a directory is chosen. It is a class attribute: the constructor does
+            the whole work, so that there is no instance if it raises.
 
     Args:
         args: A subcommand and its options.
     """
 
-    _first_steps = (0, 0)  # the first step and the first validation that a resumed training logs
+    _first_steps = (0, 0)  # first step and first validation logged after a resumption
     claim: ClassVar[run_directory.Claim | None] = None
 
     def __init__(self, args: Sequence[str]) -> None:
@@ -154,7 +154,7 @@ class RefusionCLI(LightningCLI):
             options_read = _read_decoder_files(options)
             if "--print_config" in self._named:  # only the parser of all subcommands prints the config
                 self.parser.parse_args([command, *options_read])
-            # The parser of all subcommands would check each value again, which takes as long as parsing.
+            # The parser of all subcommands would check every value a second time, which takes as long as parsing.
             config = Namespace({"subcommand": command, command: subparser.parse_args(options_read)})
         except PARSER_ERRORS as error:
             message = explain_error(error).removeprefix(f"{command}.")
@@ -176,7 +176,7 @@ class RefusionCLI(LightningCLI):
         """Do nothing, because options stored in a checkpoint must not override the config and the command line."""
 
     def _add_instantiators(self) -> None:
-        """Do nothing. Lightning's instantiators copy the config for hyperparameters, which our modules do not save."""
+        """Do nothing. Lightning would copy the config for hyperparameters, which our modules do not save."""
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> L.Trainer:
         """Create the trainer: with our progress bar, the run directory's loggers, and atomic checkpoints."""
@@ -243,9 +243,9 @@ class RefusionCLI(LightningCLI):
                 _check_backbone(config.model.backbone, self.subcommand)
 
     def _set_threads(self, config: Namespace) -> None:
-        """Set the number of threads from the command line, else from OMP_NUM_THREADS, else from the config.
+        """Set the number of threads from the command line, OMP_NUM_THREADS or the config, in this order.
 
-        A new training on a busy machine has a single thread unless the number is of the command line or the variable. A
+        On a busy machine, a new training has one thread, unless the command line or the variable sets the number. A
         resumed training keeps its number, because the number changes the rounding.
         """
         is_chosen = "--num_threads" in self._named or "OMP_NUM_THREADS" in os.environ
@@ -263,7 +263,7 @@ class RefusionCLI(LightningCLI):
             config.num_threads = 1
 
     def _choose_directory(self, config: Namespace) -> None:
-        """Choose and lock the run's directory; refuse a directory whose results would mix with the run's.
+        """Choose and lock the run's directory; refuse a directory with results of another run.
 
         Raises:
             ValueError: If the directory holds results that the run does not continue, or cannot be written.
@@ -307,7 +307,7 @@ class RefusionCLI(LightningCLI):
 
 
 def _check_groups(parser: LightningArgumentParser, values: Mapping[str, Any], path: Path) -> None:
-    """Refuse ``model: 3`` in a config, because jsonargparse ignores a value in place of a group of options."""
+    """Refuse ``model: 3`` in a config: jsonargparse ignores a value where a group of options belongs."""
     for name in parser.groups or ():
         value: Any = values
         for part in name.split("."):
@@ -328,7 +328,7 @@ def _find_file(message: str, args: Sequence[str], files: dict[Path, dict[str, An
 
 
 def _has_option(values: Mapping[str, Any], option: str) -> bool:
-    """Return whether a config sets an option, or a component that holds the option."""
+    """Return whether a config sets an option, or the component to which the option belongs."""
     value: Any = values
     for part in () if option in values else option.split("."):
         if isinstance(value, Mapping) and part not in value:
@@ -344,7 +344,7 @@ def _has_option(values: Mapping[str, Any], option: str) -> bool:
 def _read_decoder_files(args: Sequence[str]) -> list[str]:
     """Replace ``--model.decoders.NAME FILE`` by the file's content.
 
-    jsonargparse reads files of options, but no files of entries of a mapping.
+    jsonargparse reads a file for an option, but not for an entry of a mapping.
 
     Raises:
         ValueError: If a file holds no decoder.
@@ -367,7 +367,7 @@ def _read_decoder_files(args: Sequence[str]) -> list[str]:
 
 
 def _check_trainer(trainer: Namespace, subcommand: str) -> None:
-    """Refuse a missing device, numbers that Lightning would divide by or silently ignore, and work without a batch."""
+    """Refuse a missing device, limits of zero batches, and numbers that Lightning divides by or silently ignores."""
     name = str(trainer.accelerator)
     # gpu stands for two kinds of devices. auto, and accelerators given as objects, are not in the registry.
     kinds = [kind for kind in {"gpu": ("cuda", "mps")}.get(name, (name,)) if kind in AcceleratorRegistry]
@@ -409,11 +409,11 @@ def _choose_precision(trainer: Namespace) -> None:
 def _use_source(config: Namespace, source: str) -> None:
     """Take architecture and tokenizer from a checkpoint or directory; all other options stay.
 
-    Lightning loads a checkpoint's weights from ``config.ckpt_path``. A directory becomes the backbone's source, so
-    ``config.ckpt_path`` is set to ``None``.
+    A checkpoint stays in ``config.ckpt_path``, from which Lightning loads the weights. A directory moves to the
+    backbone's source, and ``config.ckpt_path`` becomes ``None``.
 
     Raises:
-        ValueError: If the source cannot be read, or cannot be read with the config's strategy.
+        ValueError: If the source cannot be read, in general or with the config's strategy.
     """
     backbone = config.model.backbone
     if is_checkpoint_file(source):
@@ -451,9 +451,9 @@ def _use_source(config: Namespace, source: str) -> None:
 
 
 def _describe_load() -> str:
-    """Return a description of the load if other programs use the processors; else an empty text.
+    """Describe the machine's load if other programs use the processors; else return an empty text.
 
-    Threads wait for one another several times per layer, so a single thread that loses its processor stops all of them.
+    Threads wait for one another several times per layer. If one thread loses its processor, all threads stop.
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     num_cpus = os.cpu_count() or 1
@@ -485,7 +485,7 @@ def _check_backbone(backbone: Namespace, command: str) -> None:
 
 
 def _make_list(value: Any) -> list[Any]:  # noqa: ANN401 - loggers or callbacks
-    """Return the values of an option of the Trainer that takes an object, a list or null."""
+    """Return the values in a Trainer option that takes an object, a list or null."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
@@ -505,7 +505,7 @@ class _ParseOnly(RefusionCLI):
 
 
 def parse_only(*subcommand: str) -> RefusionCLI:
-    """Return a command line that has parsers for the Trainer's subcommands, or a given subcommand, and no objects."""
+    """Return a command line with the parsers of all Trainer subcommands, or of one subcommand, and without objects."""
     return _ParseOnly(subcommand)
 
 

@@ -59,7 +59,7 @@ def _without_decoder(args: Sequence[str]) -> list[str]:
 
 
 def _find_default_decoder(options: Namespace) -> Decoder:
-    """Return the default decoder of the model that a command names, without loading weights.
+    """Return the default decoder of a command's model, without loading weights.
 
     Raises:
         ValueError: If the model's config cannot be read, or names no decoder.
@@ -92,19 +92,19 @@ def add_decoder_option(
     """Add the decoder with its options."""
     load_plugins()  # decoders of plugins have short names
     text = f"class of the decoder, or a YAML file like the files in configs/decoder; {which}"
-    # No class by default: jsonargparse would pass its options on to another class that has options of the same names.
+    # There is no default class: if another class were chosen, jsonargparse would give it options of the default class.
     parser.add_argument("--decoder", type=Decoder | None, default=None, sub_configs=True, help=text)
 
 
 def add_decoding_options(parser: OneLineParser, *names: str) -> None:
-    """Add options of how prompts are decoded, all of them by default."""
+    """Add the options for decoding prompts; by default all of them."""
     known = [field.name for field in fields(DecodingOptions)]
     left_out: set[str | int] = {name for name in known if names and name not in names}
     parser.add_class_arguments(DecodingOptions, skip=left_out)
 
 
 def add_loading_options(parser: OneLineParser) -> None:
-    """Add the options that say how ``--ckpt_path`` is loaded."""
+    """Add the options for loading ``--ckpt_path``."""
     dtypes = Literal["auto", "float32", "float64", "bfloat16", "float16"]
     attention = Literal["causal", "bidirectional", "block_causal"] | None
     draft = "directory of a drafter trained for this model; the same text in fewer forward passes (SelfSpeculative)"
@@ -131,10 +131,10 @@ def add_loading_options(parser: OneLineParser) -> None:
 
 
 def build_sampling(options: Namespace) -> SamplingParams:
-    """Return the sampling parameters, checked against the decoder.
+    """Return the sampling parameters, after a check that the decoder supports them.
 
     Raises:
-        ValueError: If they are impossible.
+        ValueError: If a parameter is out of range, or the decoder does not support it.
     """
     stop = options.stop
     # The parser leaves a list as text if an item is no string: [2] would become the stop string "[2]".
@@ -156,7 +156,8 @@ def load_model(options: Namespace, check: CheckPlan | None = None) -> TextModel:
         check: Called before weights are read; see :func:`refusion_lit.load`.
 
     Raises:
-        ValueError: If the model cannot be loaded, or the decoder lacks a verifier or has one that it does not use.
+        ValueError: If the model cannot be loaded, the decoder needs a verifier, or a verifier is given that the decoder
+            does not use.
     """
     from refusion_lit.checkpoints.models import load
     from refusion_lit.modeling.load import BackboneConfig
@@ -183,14 +184,14 @@ def load_model(options: Namespace, check: CheckPlan | None = None) -> TextModel:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a command decodes with.
+    """The model, decoder and options of a command that decodes.
 
     Attributes:
         model: The loaded model.
         decoder: The decoder in the options, or the model's default decoder, fitted to the length limit.
         sampling: Length limit, sampling options and stop strings.
         decoding: How prompts are batched and decoded.
-        token_ids: Tokens of the prompts that the command knows, by id.
+        token_ids: Token ids of the prompts known at the start, by prompt id.
     """
 
     model: TextModel
@@ -200,7 +201,7 @@ class Setup:
     token_ids: dict[str, list[int]] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Check that the model fits the decoder and the length limit, for commands whose prompts come later.
+        """Check that the model fits the decoder and the length limit. Commands without prompts at the start call it.
 
         Raises:
             ValueError: If the model was not trained for the decoder, or its context is too short.
@@ -239,7 +240,7 @@ def load_setup(options: Namespace, prompts: Mapping[str, str] | None = None) -> 
 
 
 def build_options(kind: type[T], options: Namespace, **others: object) -> T:
-    """Return a dataclass's instance of options and other values; what a command does not have stays at its default.
+    """Create a dataclass from options and other values. Fields without an option keep their defaults.
 
     Raises:
         ValueError: If an option is out of range.

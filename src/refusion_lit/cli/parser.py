@@ -18,7 +18,7 @@ from refusion_lit.cli.messages import user_code_location
 from refusion_lit.utils.require import require
 
 PARSER_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RuntimeError, SyntaxError, ImportError, NameError)
-"""What jsonargparse and PyYAML raise for wrong arguments, damaged files and modules that cannot be imported."""
+"""Errors of jsonargparse and PyYAML: wrong arguments, damaged files, modules that cannot be imported."""
 
 
 class PlainHelp(DefaultHelpFormatter):
@@ -34,7 +34,7 @@ class PlainHelp(DefaultHelpFormatter):
 class OneLineParser(ArgumentParser):
     """jsonargparse's parser with errors on one line.
 
-    jsonargparse makes a parser of the same type for each class that an option takes.
+    If an option takes a class, jsonargparse makes a parser of the same type for the class's options.
     """
 
     _class_name = ""  # of the class whose options a parser has
@@ -77,7 +77,7 @@ class OneLineParser(ArgumentParser):
             raise locate(error, {"decoder": parsed.get("decoder")}) from error
 
     def _refuse_repeated(self, args: Sequence[str]) -> None:
-        """Refuse a prompt or a list given twice, because jsonargparse would ignore the first value."""
+        """Refuse a prompt or a list that is given twice: jsonargparse would ignore the first value."""
         names = [arg.partition("=")[0] for arg in args]
         fixes = {"prompt": "put several prompts into a file for --prompts"}
         lists = [action.dest for action in self._actions if "list[" in str(getattr(action, "_typehint", ""))]
@@ -95,19 +95,19 @@ def allow_bare_flags(parser: ArgumentParser) -> None:
 
 
 def list_config_files(args: Sequence[str]) -> list[Path]:
-    """Return the files that ``--config`` and ``-c`` name."""
+    """Return the files given with ``--config`` and ``-c``."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-c", "--config", action="append", nargs="?", default=[])
     return [Path(path) for path in parser.parse_known_args(args)[0].config if path]
 
 
 def as_list(value: str | list[str]) -> list[str]:
-    """Return the values of an option that takes a text or a list."""
+    """Return the values of an option whose value is a text or a list."""
     return [value] if isinstance(value, str) else value
 
 
 def explain_error(error: Exception) -> str:
-    """Return the line of an error of parsing; an error in a user's module has its type and place."""
+    """Return a parsing error as one line. An error in a user's module gets its type and place."""
     if isinstance(error, ValueError):
         return str(error)
     return f"{type(error).__name__}: {error}{user_code_location(error)}"
@@ -128,14 +128,14 @@ _CLASS = re.compile(
     r"(?:^|; )(?:Expected a dot import path string|Unexpected import path format|Not a valid subclass|Import path"
     r"|Expected an instantiatable class|unknown option '\w+'(?: of (?P<owner>\w+))?[;:]).*?(?:: (?P<name>\S+))?$"
 )
-"""Errors that a name of a class answers; an unknown option of the base class is an option without its class."""
+"""Errors whose fix is a class name. An unknown option of a base class means that its class was not given."""
 
 
 def explain(parser: ArgumentParser, message: str) -> str:
     """Return jsonargparse's message as ``option: reason`` on one line, with the nearest known name.
 
-    The message about an option of a class arrives first, from the parser of the class, and again as a line of the
-    message about the option that takes the class.
+    A wrong option of a class is reported twice: by the class's parser, and then as a line in the message about the
+    option that takes the class.
     """
     if unknown := _UNKNOWN.match(message):
         name, owner = ".".join(filter(None, unknown.groups())), getattr(parser, "_class_name", "")
@@ -147,7 +147,7 @@ def explain(parser: ArgumentParser, message: str) -> str:
     option = ".".join(match[1] for match in (key, re.search(r"NestedArg\(key='(.+?)'", message)) if match)
     lines = [re.sub(r'Parser key ".+?": ?', "", line.strip(" -")) for line in message.splitlines()]
     lines = [line for line in dict.fromkeys(lines) if line and not _REPEATED.match(line)]
-    is_whole = lines[:1] and lines[0].startswith("unknown")  # what follows is on the classes that were tried first
+    is_whole = lines[:1] and lines[0].startswith("unknown")  # the other lines are about classes tried first
     text = lines[0] if is_whole else "; ".join(lines).replace(":;", ":")
     value = re.search(r"Given value: (?!NestedArg|Namespace|[{\[])(.+)", message)
     if value and not text.endswith(f": {value[1]}"):
@@ -172,7 +172,8 @@ def explain(parser: ArgumentParser, message: str) -> str:
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'NAME'?`` for the most similar name, or a short list of all names.
 
-    A name is also known by its last part, and a word by its last part, or its first part if that is no known group.
+    The last part of a known name counts as a name, too. A word is compared by its last part, or by its first part if no
+    group has that name.
 
     >>> suggest("precison", ["trainer.precision", "model.seed"])
     "; did you mean 'trainer.precision'?"
@@ -190,7 +191,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def locate(error: ValueError, components: Mapping[str, Any]) -> ValueError:
-    """Return the error of creating classes, with the option if a component in ``components`` (by option) causes it."""
+    """Return the error of creating classes. If a component in ``components`` (by option) causes it, name the option."""
     from lightning.pytorch.cli import instantiate_class  # imports torch, which only an error may
 
     for name, component in components.items():

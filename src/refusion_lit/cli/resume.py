@@ -1,4 +1,4 @@
-"""Resumes an interrupted run: the arguments of its command, and the checkpoint that it continues from."""
+"""Resumes an interrupted run: finds the arguments of its command, and its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def expand_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
     Args:
         command: ``fit``, ``test`` or ``predict``.
         args: The other arguments.
-        resume: The run's directory, or its version, or nothing for the newest run of the name.
+        resume: The run's directory or version; empty for the newest run with the command's run name.
 
     Raises:
         ValueError: If the command cannot be resumed, or ``resume`` is neither a run nor a version.
@@ -63,7 +63,7 @@ def expand_resume(command: str, args: Sequence[str], resume: str) -> list[str]:
 
 
 def _read_place(args: Sequence[str]) -> dict[str, str | None]:
-    """Return the options that name a run, from the command line or else from its config files."""
+    """Return the options that name a run. The command line comes before its config files."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     for name in PLACE:
         parser.add_argument(f"--{name}", nargs="?")
@@ -99,10 +99,10 @@ def _read_command(config: Path) -> str:
 
 
 def find_last_checkpoint(config: Namespace, command: str) -> Path | None:
-    """Return the newest checkpoint of the run's name; for ``fit``, of the run's version if one is named.
+    """Return the newest checkpoint under the run's name; for ``fit`` with a version, under that version.
 
     Raises:
-        ValueError: If there is none, except for a ``fit``, whose version may not have one yet.
+        ValueError: If there is no checkpoint. A ``fit`` with a version may start without a checkpoint.
     """
     folder = Path(config.runs_dir) / config.run_name
     folders = [folder / config.run_version if config.run_version and command == "fit" else folder]
@@ -122,7 +122,7 @@ def find_last_checkpoint(config: Namespace, command: str) -> Path | None:
 
 
 def list_dirpaths(callbacks: Any) -> list[Path]:  # noqa: ANN401 - an option of the trainer
-    """List the directories that callbacks save checkpoints in, instead of in the run's directory.
+    """List the directories in which callbacks save checkpoints outside the run's directory.
 
     Args:
         callbacks: The option ``trainer.callbacks``: a callback's class and options, a list of them, or ``None``.
@@ -133,9 +133,9 @@ def list_dirpaths(callbacks: Any) -> list[Path]:  # noqa: ANN401 - an option of 
 
 
 def check_unfinished(path: Path, trainer: Namespace) -> tuple[int, int]:
-    """Return the first step, and the first validation's step, that are logged by a training that resumes.
+    """Return the first step, and the first validation's step, that a resumed training logs.
 
-    They differ if the checkpoint follows a validation that only the end of training caused.
+    They differ if the end of the earlier training caused a validation just before the checkpoint.
 
     Raises:
         NothingToDoError: If all steps or epochs are done.

@@ -50,7 +50,7 @@ def check_run_names(run_name: str, run_version: str | None) -> None:
 
 
 def next_version(folder: Path) -> str:
-    """Return the first free ``version_N``, which the run's other processes read from the environment."""
+    """Return the first free ``version_N``. The run's other processes read it from the environment."""
     shared = os.environ.get("REFUSION_LIT_RUN_VERSION")
     if shared:
         return shared
@@ -62,14 +62,14 @@ def next_version(folder: Path) -> str:
 
 
 class Claim:
-    """The right of one process to write into a run's directory, which is created and locked before any work.
+    """A process's right to write into a run's directory. The directory is created and locked before any work.
 
     Attributes:
         directory: The directory.
-        lock: Lock against other processes; ``None`` on all processes of a run but the first, which write nothing.
+        lock: Lock against other processes. ``None`` on all but the run's first process: they write nothing.
 
     Raises:
-        ValueError: If nothing can be written there, or another run is writing there.
+        ValueError: If the directory cannot be written, or another run is writing into it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -132,10 +132,10 @@ _WORKING_DIRECTORY = "working_directory"
 
 
 def find_moved_files(config: Namespace | dict[str, Any], written: Mapping[Path, Mapping[str, Any]]) -> list[str]:
-    """Find the files of a run's config if the command runs in another directory than the run.
+    """Find the files that a run's config names, also from another working directory.
 
-    A relative path means the working directory. A path that does not exist there, but in the working directory of the
-    run, becomes an absolute path. The config itself keeps relative paths, so that a project may be copied as a whole.
+    A relative path starts at the working directory. If it exists only in the run's working directory, it becomes an
+    absolute path. The config keeps relative paths, so that a project may be copied as a whole.
 
     Args:
         config: A command's options; changed in place.
@@ -165,13 +165,13 @@ def find_moved_files(config: Namespace | dict[str, Any], written: Mapping[Path, 
 
 
 class SaveRun(SaveConfigCallback):
-    """Saves the resolved config and the environment into the run's directory, which is ``directory``."""
+    """Saves the resolved config and the environment into ``directory``, the run's directory."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Note the run's directory. All processes must do so, because Lightning synchronizes them for it."""
         self.directory = Path(trainer.log_dir or trainer.default_root_dir)
         self.save_to_log_dir = False  # save_config writes the files
-        # The config of a training is also given to a test, which must not land in the directory of the training.
+        # A training's config may also be given to a test, whose results must not land in the training's directory.
         self.config.run_version = None
         self._changed: dict[str, object] | None = None  # the options that a resumed run changes
         self._unwritten: dict[str, Any] | None = None

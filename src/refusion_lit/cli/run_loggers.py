@@ -98,7 +98,7 @@ class _Events(TensorBoardLogger):
 
 @contextmanager
 def _name_failed_file(path: str) -> Iterator[None]:
-    """Add the file's name to the error of a failed write, as on a full disk."""
+    """Add the file's name to a write error, such as on a full disk."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""``refusion-lit score``: scores a predictions file, so that a corrected scorer needs no new decoding."""
+"""``refusion-lit score``: score a predictions file again, without decoding, after the scorer was corrected."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def run(args: list[str]) -> int:
 
 
 def _check_predictions(lines: Sequence[dict[str, Any]], examples: dict[str, Example], source: Path) -> None:
-    """Refuse predictions for other prompts than the task's; ids alone are equal for every seed and size."""
+    """Refuse predictions whose prompts are not the task's. Ids do not suffice: every seed and size has the same ids."""
     config = source.parent / CONFIG
     hint = f"; data.task in {config} has them" if config.is_file() else ""
     unknown = [line["id"] for line in lines if line["id"] not in examples]

@@ -87,7 +87,7 @@ def run(args: list[str]) -> int:
 
 
 def split_overrides(args: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Separate ``sweep``'s options from its points' options, which have a dotted name or are the seed.
+    """Separate the options of ``sweep`` from the options of its points: dotted names, and the seed.
 
     Returns:
         ``sweep``'s arguments, and the other options' values by name.
@@ -131,7 +131,7 @@ def read_sweep(file: Path) -> Sweep:
 
 
 def make_resolver() -> Resolve:
-    """Return a function that parses a config and options with the subcommand's parser and fills in every default."""
+    """Return a function that parses a config and options with the subcommand's parser, defaults included."""
     from refusion_lit.cli.lightning import parse_only
     from refusion_lit.cli.resume import list_dirpaths
     from refusion_lit.decoding import Decoder

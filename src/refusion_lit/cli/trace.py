@@ -56,7 +56,7 @@ def run(args: list[str]) -> int:
 
 
 def _check_trace_options(options: Namespace, output: Path) -> None:
-    """Refuse options that exclude each other, and an output file with other contents, before a model is loaded."""
+    """Refuse options that exclude each other, and output files with other contents. No model is loaded yet."""
     if options.trace_file is not None:
         if options.ckpt_path is not None or options.prompt is not None:
             raise ValueError("trace_file: expected --trace_file alone, got --ckpt_path or --prompt, too; drop them.")

@@ -108,7 +108,7 @@ def _report_error(error: Exception) -> int:
 
 
 def show_own_logs() -> None:
-    """Print what this package logs with Lightning's loggers, and of Lightning's own records the warnings."""
+    """Print this package's log records, and warnings of Lightning."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logger = logging.getLogger(name)
         logger.handlers = [_Lines()]
@@ -139,7 +139,7 @@ def _how_to_resume(command: str, options: str) -> str:
 
 
 def _print_results(cli: RefusionCLI) -> None:
-    """Print where the results are, and after a training the command that tests them."""
+    """Print where the results are, and after a training the command that tests the model."""
     if not cli.trainer.is_global_zero:
         return
     if cli.subcommand == "validate":

@@ -15,7 +15,7 @@ from refusion_lit.decoding import GenerationCallback
 
 
 class TrainerProgress(ProgressBar):
-    """Shows steps and losses of a training, batches of a validation, and answers of a test or prediction.
+    """Shows a training's steps and losses, a validation's batches, and answers in a test or prediction.
 
     On a terminal, bars on standard error show the progress and disappear at the end. A training also prints a line
     after each validation.
@@ -78,7 +78,7 @@ class TrainerProgress(ProgressBar):
             self.print(f"step {step}: {', '.join(filter(None, (self._describe(trainer), time_left)))}")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Remove the bars, and print the last losses. A validation loss of an earlier step names the step."""
+        """Remove the bars, and print the last losses. A validation loss from an earlier step has the step beside it."""
         line = f"trained to step {trainer.global_step} in {timedelta(seconds=round(self._steps.elapsed or 0))}"
         self._stop()
         self.print(": ".join(filter(None, (line, _losses(trainer, self._validated_step)))))

@@ -35,7 +35,7 @@ from refusion_lit.serving.worker import log
 API_KEY = "REFUSION_LIT_API_KEY"
 """Environment variable with the API key that clients must send."""
 _STOP_SECONDS = 0.5
-"""Seconds that a running model call and streams get to end after a second signal."""
+"""Seconds for a running model call and open streams to end after a second signal."""
 _REQUEST_SECONDS = 30.0
 """Maximum time in which a client must send a whole request, unless ``max_seconds`` is less."""
 _IDLE_SECONDS = 20
@@ -143,11 +143,11 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 def _refuse_bad_requests(app: ASGIApp, key: str | None, max_bytes: int) -> ASGIApp:
-    """Return an application that refuses requests before it reads their bodies, and bodies that are too large.
+    """Wrap an application: refuse wrong requests before their bodies are read, and bodies that are too large.
 
     Args:
         app: The application that gets the other requests.
-        key: The API key; without, the host must be this machine.
+        key: The API key. Without a key, the host must be this machine.
         max_bytes: Maximum size of a body, by the declared length or by the number of bytes read.
     """
 
@@ -213,13 +213,13 @@ async def _answer_busy(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Connection(H11Protocol):
-    """A connection with time limits. A client that closes its writing half after a request gets the answer.
+    """A connection with time limits. A client may close its writing half after a request and still gets the answer.
 
-    Only so many connections are open at a time. A new one then takes the place of the connection that has waited
-    longest for a complete request. If all have a request in progress, the new connection gets status 503.
+    The number of open connections is limited. At the limit, a new connection replaces the connection that has waited
+    longest for a complete request. If every connection has a request in progress, the new connection gets status 503.
 
     Args:
-        max_seconds: Time for a client to go on reading an answer; also for sending a request, if less than 30 s.
+        max_seconds: Time for a client to go on reading an answer. Sending a request may take as long, but at most 30 s.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class Connection(H11Protocol):
         self._follow()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection open if an answer is due. A client that has left is told apart by a probe."""
+        """Keep the connection open if an answer is due; send a probe to detect a client that has left."""
         is_due = self.is_answering and self.scope["http_version"] == "1.1"
         if is_due and not self._is_half_closed:
             self._is_half_closed = True
@@ -311,7 +311,7 @@ class Connection(H11Protocol):
         return self.state in ("idle", "waiting")
 
     def _follow(self) -> None:
-        """Set the state, and a new state's time limit."""
+        """Update the state; start the time limit of a new state."""
         state: Literal["idle", "waiting", "stalled", "busy"]
         if self.is_answering:
             state = "stalled" if self.flow.write_paused else "busy"
@@ -326,7 +326,7 @@ class Connection(H11Protocol):
         is_unread = state == "stalled" or self.transport.get_write_buffer_size() > 0
         if state != "busy":
             seconds = _IDLE_SECONDS if state == "idle" else self.request_seconds
-            # A client that reads an answer late is idle no shorter than others.
+            # While the client still reads its answer, it keeps the time for reading.
             unread_seconds = max(self.answer_seconds, _IDLE_SECONDS) if state == "idle" else self.answer_seconds
             self._set_timer(unread_seconds if is_unread else seconds)
 
@@ -360,7 +360,7 @@ class Connection(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
         is_unread = self.transport.get_write_buffer_size() > 0  # by a client that may never read it
         (self.transport.abort if is_unread else self.transport.close)()
-        self.connections.discard(self)  # not counted from now on, although it is closed in the next tick
+        self.connections.discard(self)  # it closes in the next tick, but counts no longer
 
     def shutdown(self) -> None:
         """Close the connection as soon as no answer is due."""
@@ -371,7 +371,7 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Runs the application. After SIGTERM or Ctrl-C, answers in flight may finish within a limit; others are refused.
+    """Runs the application until SIGTERM or Ctrl-C; answers in flight may then finish within a time limit.
 
     Args:
         app: The application.
@@ -391,7 +391,7 @@ class Server(uvicorn.Server):
 
     @property
     def num_cut(self) -> int:
-        """Number of answers that clients did not get to their end because the server stopped."""
+        """Number of answers that the server cut short by stopping."""
         return self.worker.num_cut or self._num_aborted
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
@@ -416,7 +416,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let answers be sent to their end for a while, then close all connections."""
+        """Give answers in flight time to finish, then close all connections."""
         self._abort_at = min(self._abort_at, time.monotonic() + self.worker.grace_seconds)
         closing = asyncio.ensure_future(super().shutdown(sockets))
         while not (await asyncio.wait({closing}, timeout=0.1))[0]:

@@ -1,4 +1,4 @@
-"""Bodies of requests and errors: the fields of OpenAI's API that this server supports; others are refused by name."""
+"""Bodies of requests and errors: the supported fields of OpenAI's API. Other fields are refused by name."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class ResponseFormat(_Strict):
 
 
 class _Labels(_Strict):
-    """Fields without effect: names of users, caches and requests, and wishes that this server need not keep."""
+    """Fields without effect: names of users, caches and requests, and preferences that a server may ignore."""
 
     user: str | None = None
     metadata: dict[str, str] = {}
@@ -187,10 +187,10 @@ class Message(_Strict):
 
     Attributes:
         role: Whose turn it is.
-        content: Its text; an assistant's turn that calls tools may have none.
+        content: The turn's text. It may be missing if an assistant's turn calls tools.
         name: The speaker's or tool's name.
         tool_calls: The tools that an assistant's turn calls.
-        tool_call_id: The call that a tool's turn answers.
+        tool_call_id: Id of the call whose result a tool's turn has.
         reasoning_content: An assistant's thoughts, for templates that write them; also called ``reasoning``.
     """
 
@@ -228,7 +228,7 @@ class Message(_Strict):
 
 
 class Function(_Strict):
-    """A function that a response may call; ``strict`` has no effect, as calls keep the parameters' schema if forced."""
+    """A function that a response may call. ``strict`` has no effect: forced calls always keep the schema."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
@@ -249,11 +249,11 @@ class Function(_Strict):
 
 
 _APPLICATORS = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties"}
-"""Keywords beside which ``additionalProperties`` could forbid properties that they name."""
+"""Keywords that add properties; ``additionalProperties: false`` beside them could forbid these properties."""
 
 
 class _Ordered(_Strict):
-    """A tool's description that keeps its fields in the client's order, in which chat templates write them."""
+    """A tool's description. Its fields keep the client's order, because chat templates write them in this order."""
 
     _fields: dict[str, Any] = PrivateAttr()
 
@@ -344,7 +344,7 @@ class ChatRequest(BaseRequest):
         """How many alternatives per token get a log-probability; ``None``: no log-probabilities at all.
 
         Raises:
-            ValueError: If alternatives are asked for without log-probabilities.
+            ValueError: If alternatives are requested without log-probabilities.
         """
         is_allowed = self.logprobs or self.top_logprobs is None
         require(is_allowed, "top_logprobs", "none without logprobs", self.top_logprobs, "set logprobs to true")
@@ -446,7 +446,7 @@ class TextOptions(_Strict):
 
 
 class Reasoning(_Strict):
-    """How a model thinks before it answers, in ``/v1/responses``. Nothing summarizes thoughts; they are in the text."""
+    """Options of thinking in ``/v1/responses``. Thoughts are not summarized; they are in the text."""
 
     effort: Effort | None = None
     mode: Literal["standard"] | None = None
@@ -467,7 +467,7 @@ _Include = Literal[
     "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
     "code_interpreter_call.outputs", "computer_call_output.output.image_url",
 ]  # fmt: skip
-"""What a response includes on request. All but the first have no effect, as responses have no such items."""
+"""Additional contents of a response. Only the first has an effect; responses here have no items of the other kinds."""
 
 
 class ResponsesRequest(_AnyRequest):
@@ -534,7 +534,7 @@ class ResponsesRequest(_AnyRequest):
             turns.append({"role": "system", "content": self.instructions})
         for item in self.input:
             if item.type == "reasoning":
-                thoughts = _join_parts(item.content)  # without, the item has a summary at most
+                thoughts = _join_parts(item.content)  # without content, the item has at most a summary
                 turns += [{"role": "assistant", "content": None, "reasoning_content": thoughts}] if thoughts else []
             elif item.type == "message":
                 turn = {"role": item.role, "content": _join_parts(item.content)}
@@ -564,7 +564,7 @@ def read_body(kind: type[_Body], content: bytes, content_type: str) -> _Body:
     Args:
         kind: The body's class.
         content: The body's bytes.
-        content_type: The declared type, which must be JSON: other sites' pages cannot send it.
+        content_type: The declared type. It must be JSON, which pages of other sites cannot send.
 
     Raises:
         HTTPException: If the body is not JSON, or a field is missing, unknown or wrong.
@@ -590,7 +590,7 @@ def read_body(kind: type[_Body], content: bytes, content_type: str) -> _Body:
 
 
 def describe_error(error: ValidationError) -> str:
-    """Return a message about the first field that is missing, unknown or wrong; begins with the field's name."""
+    """Return a message about the first missing, unknown or wrong field. It begins with the field's name."""
     first = error.errors()[0]
     name = ".".join(map(str, first["loc"])) or "body"
     if first["type"] == "extra_forbidden":

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's form, and the bodies and events of the answers of ``/v1/responses``."""
+"""Log-probabilities in OpenAI's form, and the bodies and events for ``/v1/responses``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS: dict[type, str] = {str: "message", ThoughtPiece: "reasoning", CallPiece:
 
 
 class ResponseBuilder:
-    """Builds the body and the events of a response of ``/v1/responses``.
+    """Builds the body and the events of an answer to ``/v1/responses``.
 
     Args:
         body: The request.
@@ -65,7 +65,7 @@ class ResponseBuilder:
             self._logprobs += chat_logprobs(entries, self._model)["content"]
 
     def _take_logprobs(self, num_bytes: float = math.inf) -> list[dict[str, Any]]:
-        """Return the log-probabilities of the tokens in the first bytes of the text that were not returned yet."""
+        """Return the log-probabilities, up to a byte of the text, that were not returned before."""
         taken: list[dict[str, Any]] = []
         while self._logprobs and self._num_covered < num_bytes:
             taken.append(self._logprobs.pop(0))
@@ -129,7 +129,7 @@ class ResponseBuilder:
         return [*events, self._event(f"response.{status}", response=self.response)]
 
     def fail(self, message: str) -> dict[str, Any]:
-        """Return the event of a response that failed."""
+        """Return the event for a failed response."""
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
         return self._event("response.failed", response=self.response)
 
@@ -182,7 +182,7 @@ class ResponseBuilder:
 
 
 def new_call_id() -> str:
-    """Return an id of a call. Templates of Mistral take ids of nine letters and digits only."""
+    """Return a new call id: nine letters and digits, the only form that Mistral's templates accept."""
     return secrets.token_hex(5)[:9]
 
 
@@ -191,7 +191,7 @@ LogprobEntries = Sequence[tuple[int, TokenLogprob | None]]
 
 
 def chat_logprobs(entries: LogprobEntries, model: TextModel) -> dict[str, Any]:
-    """Return log-probabilities in the form of OpenAI's chats; ``forward`` is the forward pass that gave them.
+    """Return log-probabilities in the form of OpenAI's chats. ``forward`` numbers the forward pass that computed them.
 
     Args:
         entries: The tokens. The token that ends the response has no text and is left out.
@@ -217,7 +217,7 @@ def chat_logprobs(entries: LogprobEntries, model: TextModel) -> dict[str, Any]:
 
 
 def completion_logprobs(entries: LogprobEntries, model: TextModel, start: int) -> dict[str, Any]:
-    """Return log-probabilities in the form of OpenAI's completions; ``forwards`` are the passes that gave them.
+    """Return log-probabilities in the form of OpenAI's completions. ``forwards`` are the numbers of forward passes.
 
     Args:
         entries: The tokens. The token that ends the response has no text and is left out.
@@ -238,6 +238,6 @@ def completion_logprobs(entries: LogprobEntries, model: TextModel, start: int) -
 
 
 def _without_end(entries: LogprobEntries, model: TextModel) -> LogprobEntries:
-    """Return entries without the end-of-sequence token behind the text."""
+    """Return entries without the EOS token at the end."""
     ends = model.backbone.special_tokens.eos_token_ids
     return [*entries[:-1], *(entry for entry in entries[-1:] if entry[0] not in ends)]

@@ -77,7 +77,7 @@ class ToolCalls:
         functions: The functions by name.
         tool_format: How the model writes calls.
         are_forced: Whether the response consists of calls.
-        are_parallel: Whether such a response may have several calls.
+        are_parallel: Whether a forced response may have several calls.
     """
 
     functions: dict[str, Function]
@@ -92,9 +92,9 @@ class PreparedRequest:
 
     Attributes:
         body: The request as a chat or completion.
-        sampling: Its length limit and sampling options.
+        sampling: The request's length limit and sampling options.
         calls: The tools that the response may call.
-        prompts: Its prompts.
+        prompts: The request's prompts.
     """
 
     body: ChatRequest | CompletionRequest
@@ -151,11 +151,11 @@ class ServedRequest:
     def make_choice(
         self, job: Job, pieces: Sequence[Piece], entries: LogprobEntries, model: TextModel
     ) -> dict[str, Any]:
-        """Return a choice, or a chunk's part of it; a choice's first part has the role.
+        """Return a choice, or the part of a choice in a chunk. The first part has the role.
 
         Args:
             job: The choice's job.
-            pieces: Its text, thoughts, and calls of tools.
+            pieces: The choice's text, thoughts and tool calls.
             entries: Tokens with their log-probabilities.
             model: Gives the tokens' text.
         """
@@ -229,14 +229,14 @@ class Service:
         self.thought_tags = find_thought_tags(tokenizer.chat_template)
         special = {added.content for added in tokenizer.added_tokens_decoder.values() if added.special}
         self._hides_tags = bool({*self.thought_tags} & special)
-        # Tokenizers are not thread-safe: the worker's thread, the event loop, the encoding of prompts and the
-        # compilation of schemas need a copy.
+        # Tokenizers are not thread-safe. The worker's thread, the event loop, the encoding of prompts and the
+        # compilation of schemas get separate copies.
         self.model, self._encoder = copy.copy(worker.model), copy.copy(worker.model)
         self.model.tokenizer = copy.deepcopy(worker.model.tokenizer)
         self._encoder.tokenizer = copy.deepcopy(worker.model.tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()))  # in characters, or in bytes
         self._preparing, self._compiling = asyncio.Lock(), asyncio.Lock()
-        self._num_preparing = 0  # requests that are prepared or whose schemas are compiled, or that wait for it
+        self._num_preparing = 0  # requests in preparation or waiting for it
         self.schemas = Schemas(copy.deepcopy(worker.model.tokenizer), worker.model.backbone.special_tokens)
         self.registry = CollectorRegistry()
         options: dict[str, Any] = {"registry": self.registry, "namespace": "refusion_lit"}
@@ -286,7 +286,7 @@ class Service:
         Args:
             kind: The body's class.
             request: The request.
-            names: Option names in the API, by their names elsewhere.
+            names: The API's option names, by the engine's names.
 
         Raises:
             HTTPException: If the request is refused.
@@ -312,7 +312,7 @@ class Service:
         return body, served
 
     async def _wait(self, answer: Coroutine[Any, Any, dict[str, Any]], request: Request) -> Response:
-        """Return an answer's response, unless the client leaves before."""
+        """Return the HTTP response of an answer, unless the client leaves first."""
         collecting = asyncio.create_task(answer)
         while not (await asyncio.wait({collecting}, timeout=0.5))[0]:  # seconds
             if await request.is_disconnected():
@@ -331,10 +331,10 @@ class Service:
             raise HTTPException(404, f"model: expected {self.name!r}, got {name[:60]!r}; see /v1/models.")
 
     async def _run_in_turn(self, lock: asyncio.Lock, work: Callable[[], _Result], arrived: float) -> _Result:
-        """Run work for a request in a thread, one request at a time: it takes seconds and must not block the others.
+        """Run a request's work in a thread, one request at a time; it takes seconds and must not block other requests.
 
         Raises:
-            HTTPException: If too many requests wait for this (429), or the request's time is over (504).
+            HTTPException: If too many requests wait for their turn (429), or the request's time is over (504).
         """
         if self._num_preparing >= self.worker.max_jobs:
             raise HTTPException(429, "the queue is full; try again later.", headers={"Retry-After": "1"})
@@ -456,7 +456,7 @@ class Service:
         calls: ToolCalls | None,
         sampling: SamplingParams,
     ) -> list[Prompt]:
-        """Return prompts whose responses keep a request's schema, or are calls of its tools.
+        """Constrain a request's prompts: responses follow the request's schema, or are calls of its tools.
 
         Raises:
             ValueError: If a schema cannot be kept.

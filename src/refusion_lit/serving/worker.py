@@ -1,7 +1,7 @@
 """The thread that owns the engine: it takes jobs while it runs, and confines a failure to the job that causes it.
 
-A response depends on its job alone, so jobs in flight may always start again. After a failed model call, every
-job runs alone, and only a job that fails alone gets the error. Streamed text is not sent twice.
+A response depends on its job alone, so a job in flight can always be started again. After a failed model call, every
+job runs alone. The job that fails alone gets the error. Streamed text is not sent twice.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ class Job:
     def take_logprobs(
         self, tokens: Sequence[int], entries: Sequence[TokenLogprob | None]
     ) -> list[tuple[int, TokenLogprob | None]]:
-        """Return tokens with their entries that were not sent yet."""
+        """Return the tokens whose log-probabilities were not sent yet, with their entries."""
         new = list(zip(tokens, entries, strict=False))[self.num_sent :]
         self.num_sent = max(self.num_sent, len(entries))
         return new
 
 
 class CheckedModel:
-    """A model that raises an error instead of returning logits with NaN; all else is the model's.
+    """A model that raises an error instead of returning NaN logits. Everything else is passed to the model.
 
     Args:
         model: The model to check.
@@ -144,8 +144,8 @@ class Worker:
         thread: The thread that runs the engine.
         is_ready: Whether the model has run once.
         is_draining: Whether further jobs are refused.
-        failure: Why the thread has ended early: no new engine could be made after a failed call.
-        grace_seconds: Time that a running model call gets after ``stop_at``, and that streams get to be read.
+        failure: The error that ended the thread early: after a failed call, no new engine could be made.
+        grace_seconds: Time after ``stop_at`` for a running model call to end, and for clients to read their streams.
         stop_at: Time (:func:`time.monotonic`) at which the thread ends, unless a model call hangs.
         active: Jobs in flight by number.
         waiting: Jobs that wait for a row.
@@ -204,7 +204,7 @@ class Worker:
 
     @property
     def num_cut(self) -> int:
-        """Number of answers that clients wait for, or waited for when the thread ended."""
+        """Number of unfinished answers with waiting clients, now or when the thread ended."""
         return self._num_cut + sum(job.deadline > 0 for job in (*self.active.values(), *self.waiting))
 
     def _run(self, num_threads: int) -> None:
@@ -255,7 +255,7 @@ class Worker:
         self.engine.num_sharing = len(self.active)
         try:
             finished = self.engine.step()
-            self.engine.output.call_shapes.counts.clear()  # a server never ends: counts would take more and more memory
+            self.engine.output.call_shapes.counts.clear()  # counts would grow as long as the server runs
             for sequence in self.engine.running:
                 self._send_progress(self.active[sequence.index], sequence)
         except Exception as error:

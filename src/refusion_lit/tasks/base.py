@@ -49,7 +49,7 @@ class Task(ABC):
     Examples are read from files or generated as deterministic functions of a seed. Splits are disjoint.
 
     Attributes:
-        metrics: Names of further metrics that :meth:`score` returns beside the score.
+        metrics: Names of the metrics that :meth:`score` returns in addition to the score.
 
     >>> class Reversal(Task):
     ...     def examples(self, split):
@@ -97,7 +97,7 @@ class Task(ABC):
         return [self.reward(example, response) for example, response in zip(examples, responses, strict=True)]
 
     def describe_test_split(self) -> str:
-        """Return what the test examples are, for tables, model cards and the hub."""
+        """Describe the test examples in a few words, for tables, model cards and the hub."""
         return "test split"
 
     def characters(self) -> str | None:
@@ -112,8 +112,8 @@ def score_response(task: Task, example: Example, response: str) -> tuple[float |
         The score, and the task's further metrics by name. The metrics are empty if the score is ``None``.
 
     Raises:
-        ValueError: If the score is neither a number from 0 to 1 nor ``None``, or the metrics are not finite numbers
-            under the names in ``task.metrics``.
+        ValueError: If the score is neither ``None`` nor a number from 0 to 1. If the metrics have other names than
+            ``task.metrics``, or are not finite numbers.
     """
     name = f"{type(task).__name__}.score"
     try:

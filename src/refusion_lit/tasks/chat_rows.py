@@ -1,4 +1,4 @@
-"""Chat turns in rows of data files: the fields and marks of several programs, as turns with role and content."""
+"""Reads chat turns from rows of data files. Several programs' formats become turns with role and content."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHAREGPT_ROLES = {
 TRAINING_MARKS = ("weight", "train", "training", "loss")
 """Fields in which other programs mark assistant turns: OpenAI and Mistral (``weight``), axolotl, and ms-swift."""
 _SYSTEM = ("system", "system_prompt")
-"""Fields of a row with the text of the system turn."""
+"""Fields of a row that may hold the system turn's text."""
 
 
 def read_turns(row: DataRow, name: str, *, begins: bool = True) -> list[dict[str, Any]]:
@@ -28,7 +28,7 @@ def read_turns(row: DataRow, name: str, *, begins: bool = True) -> list[dict[str
     Args:
         row: The row.
         name: The field.
-        begins: Whether the chat begins with the turns; the row's system text then comes before them.
+        begins: Whether the chat begins with these turns. If so, the row's system text comes first.
 
     Raises:
         ValueError: If a turn has a wrong form; the message names row and turn.
@@ -63,7 +63,7 @@ def read_turns(row: DataRow, name: str, *, begins: bool = True) -> list[dict[str
 
 
 def read_earlier_turns(row: DataRow, query: str, *, has_history: bool) -> tuple[dict[str, Any], ...]:
-    """Return the turns before an answer of a row with a system text or, in Alpaca's format, ``history``."""
+    """Return the turns before a row's answer: its system text and, in Alpaca's format, its ``history``."""
     system = _read_system(row)
     history = row.require_values().get("history") if has_history else None
     if not system and not history:
@@ -80,10 +80,10 @@ def read_earlier_turns(row: DataRow, query: str, *, has_history: bool) -> tuple[
 
 
 def read_tools(row: DataRow) -> list[Any]:
-    """Return a row's descriptions of tools, in ``tools`` or OpenAI's older ``functions``; each may be JSON text.
+    """Return a row's tool descriptions, from ``tools`` or OpenAI's older ``functions``. They may be JSON text.
 
     Raises:
-        ValueError: If they are no list of mappings, or the row has options of the chat template, which a model has.
+        ValueError: If the descriptions are no list of mappings, or the row sets options of the chat template.
     """
     values = row.require_values()
     fix = "set data.chat_template_kwargs for all rows, and remove the field"
@@ -100,7 +100,7 @@ def read_tools(row: DataRow) -> list[Any]:
 
 
 def _parse_list(value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the list whose JSON text a value is, as in a column of a table; any other value as it is."""
+    """Parse JSON text of a list, as columns of tables have it; return any other value unchanged."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -109,7 +109,7 @@ def _parse_list(value: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def is_context(turn: Mapping[str, Any]) -> bool:
-    """Return whether an assistant's turn is marked as not to be trained."""
+    """Return whether an assistant's turn is marked as context, which is not trained."""
     return any(turn.get(mark) is not None and not turn[mark] for mark in TRAINING_MARKS)
 
 
@@ -124,7 +124,7 @@ def _read_system(row: DataRow) -> str:
 
 
 def _rename(turn: object, where: str) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a turn with ``role`` and ``content``, for ShareGPT's turns with ``from`` and ``value``."""
+    """Rename the fields ``from`` and ``value`` of a ShareGPT turn to ``role`` and ``content``."""
     if not isinstance(turn, dict):
         return turn
     turn = {key: value for key, value in turn.items() if value is not None or key == "content"}  # columns of Parquet
@@ -146,7 +146,7 @@ def _rename(turn: object, where: str) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def _read_calls(text: object, where: str) -> list[dict[str, Any]]:
-    """Return the calls of a ShareGPT turn ``function_call``, whose text is JSON: a call, or a list of calls."""
+    """Parse the text of a ShareGPT turn ``function_call``: JSON of a call or a list of calls."""
     try:
         calls: Any = json.loads(text) if isinstance(text, str) else text
     except ValueError:
@@ -159,7 +159,7 @@ def _read_calls(text: object, where: str) -> list[dict[str, Any]]:
 
 
 def _join_texts(content: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Return the text of a turn whose content is a list of parts of text; any other content as it is."""
+    """Join the text parts of a turn's content to one text; return any other content unchanged."""
     if not isinstance(content, list | tuple) or not content:
         return content
     texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
@@ -168,7 +168,7 @@ def _join_texts(content: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def _parse_arguments(call: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a call whose arguments are a mapping, where JSON text holds it: templates would quote the text again."""
+    """Parse a call's arguments if they are JSON text, because templates would quote the text a second time."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -180,7 +180,7 @@ def _parse_arguments(call: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def _is_turn(turn: object) -> bool:
-    """Return whether a value is a chat turn: role, and content, which may be missing beside tool calls."""
+    """Return whether a value is a chat turn: it has a role, and content or tool calls."""
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         return False
     return isinstance(turn.get("content"), str) or (turn.get("content") is None and bool(turn.get("tool_calls")))

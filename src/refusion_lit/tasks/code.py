@@ -23,7 +23,7 @@ _END_OF_BODY = re.compile(r"\n(?=class\s|def\s|async def\s|@|#|if\s|print\b|asse
 
 @dataclass(frozen=True, kw_only=True)
 class CodeTask(FileTask):
-    """Programming problems from a file or a hub data set; a response passes if its program passes the problem's tests.
+    """Programming problems from a file or a hub data set. A response scores 1 if its program passes the tests.
 
     Generated code runs only with ``allow_code_execution``. Without it, scores are missing from the predictions, and
     ``refusion-lit score`` computes them later from the predictions file.
@@ -148,8 +148,9 @@ class HumanEval(CodeTask):
 class Mbpp(CodeTask):
     r"""MBPP (Austin et al., arXiv 2108.07732): 974 short Python functions from a sentence and three assertions.
 
-    The source is the file or the hub data set ``google-research-datasets/mbpp``. As published, tasks 11 to 510 are the
-    test split, 511 to 600 validation, and the others training, including tasks 1 to 10, the authors' few-shot examples.
+    The source is the file or the hub data set ``google-research-datasets/mbpp``. The splits are as published: tasks 11
+    to 510 for the test, 511 to 600 for validation, the others for training. Training includes the authors' few-shot
+    examples, tasks 1 to 10.
 
     Attributes:
         template: The query, where ``{text}`` and ``{tests}`` stand for the problem's sentence and assertions.
@@ -192,7 +193,7 @@ class Mbpp(CodeTask):
 
 
 def extract_code(response: str) -> str:
-    r"""Return a response's longest fenced block of Python or unnamed language; without fences, the whole response.
+    r"""Return a response's longest fenced block, in Python or without a language. Without fences, return the response.
 
     >>> extract_code("Sure:\n```python\nx = 1\n```\nDone.")
     'x = 1'

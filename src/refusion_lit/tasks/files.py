@@ -110,16 +110,16 @@ class InstructionFiles(FileTask):
         assistant_turns: Assistant turns of a chat to train and validate on: ``all`` (an example per turn) or ``last``.
             Turns that are empty or marked by ``weight: 0`` (or ``train``, ``training`` or ``loss``: false) are context.
             A test prompts for the last trained turn.
-        assistant_parts: ``text``: assistant turns with tool calls or reasoning are context, and refused where they are
-            last. ``all``: such turns are trained, too, as the chat template renders them.
+        assistant_parts: ``text``: assistant turns with tool calls or reasoning are context. A chat that ends with such
+            a turn is refused. ``all``: such turns are trained, too, as the chat template renders them.
         query_field: The query field's name, if it differs from the preset's.
         response_field: The response field's name, if it differs from the preset's.
-        keep: Which model answers, as ``generate`` and ``predict`` write them, are training samples: ``all``,
+        keep: Which model answers become training samples, in files of ``generate`` or ``predict``: ``all``,
             ``finished`` (not empty, ended with EOS) or ``correct`` (finished, score 1). Held-out samples follow the
             same rule.
         malformed: ``error`` raises for a sample that cannot be used; ``skip`` skips and counts such samples, including
             training and validation samples that cannot be encoded.
-        num_malformed: Number of skipped samples, by split, of the splits read so far.
+        num_malformed: Number of skipped samples, by split, for the splits read so far.
         num_left_out: Number of samples that ``keep`` left out, by split.
         num_context_turns: Number of assistant turns that ``assistant_parts`` makes context, by split.
 
@@ -203,10 +203,10 @@ class InstructionFiles(FileTask):
         return f"validation examples{held_out}"
 
     def describe_source(self, split: Split) -> tuple[str, str]:
-        """Return the option that names the source of a split, and the source in words.
+        """Return the name of the option for a split's source, and a description of the source.
 
         Args:
-            split: The split; without validation files, the training files are the source of the validation samples.
+            split: The split. Without validation files, validation samples come from the training files.
         """
         if split == "test" and self._sources("test") is None:
             split = "validation"
@@ -221,7 +221,7 @@ class InstructionFiles(FileTask):
         return float(response.strip() == example.response.strip())
 
     def _sources(self, split: Split) -> list[Any] | None:
-        """Return the files, data sets or the hub data set's splits of a split; ``None`` if there are none."""
+        """Return a split's sources: files, data sets, or splits of the hub data set. ``None`` if it has no source."""
         files: Any = {"train": self.train, "validation": self.validation, "test": self.test}[split]
         if files is None:
             return [split] if self.dataset is not None and split in self.hub_splits else None
@@ -238,7 +238,7 @@ class InstructionFiles(FileTask):
 
     @cached_property
     def _is_held_out(self) -> list[bool]:
-        """Whether each training row is held out, by the lowest hashes. Equal rows are on the same side."""
+        """Return which training rows are held out: the rows with the lowest hashes. Equal rows stay together."""
         rows = self._read_split("train")
         keys = [uniform_scalar("validation", row[-1].query, row[-1].response) for row in rows]
         if self.validation_fraction == 0 or len(rows) < 2:
@@ -246,7 +246,7 @@ class InstructionFiles(FileTask):
         count = min(max(1, round(self.validation_fraction * len(rows))), len(rows) - 1)
         ordered = sorted(keys)
         limit = ordered[count - 1]
-        if limit == ordered[-1]:  # as many equal rows as this leave nothing to train on
+        if limit == ordered[-1]:  # too many equal rows: nothing is left to train on
             limit = max((key for key in keys if key < limit), default=-1.0)
         return [key <= limit for key in keys]
 
@@ -296,7 +296,7 @@ class InstructionFiles(FileTask):
         return score == 1
 
     def _examples(self, row: DataRow, identity: str, split: Split) -> list[Example]:
-        """Return the examples of a row: one, or one for each assistant turn of a chat."""
+        """Return a row's examples: one, or an example for every assistant turn of a chat."""
         values = row.require_values("fix the line, or set malformed: skip in the task")
         preset = self._detect(row) if self.preset == "auto" else self.preset
         if preset in ("messages", "conversations"):
@@ -342,7 +342,7 @@ class InstructionFiles(FileTask):
 
         Args:
             row: The row.
-            identity: Its id, which the last example gets.
+            identity: The row's id. The last example gets it.
             name: The field of the turns.
             turns: The turns.
             split: The split.
@@ -398,7 +398,7 @@ def _read_id(row: DataRow) -> str | None:
 
 
 def _unique_labels(sources: list[Any], option: str) -> list[str]:
-    """Return a short label for ids of every source: the file names, or the paths if file names repeat."""
+    """Return short labels of the sources for ids: file names, or paths if file names repeat."""
     files = [source for source in sources if isinstance(source, str)]
     if len({Path(file).resolve() for file in files}) < len(files):
         raise ValueError(f"{option}: expected each file once, got {sources}; remove the repetitions.")

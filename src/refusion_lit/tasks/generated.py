@@ -1,8 +1,8 @@
 """Generated tasks: the base class, sums, sheets of independent sums, and records to sort.
 
 Every example of a generated task has a unique *key* in ``range(num_keys)``, and different keys give different queries.
-A seeded permutation assigns the keys to train, validation and test in turn. Examples are therefore distinct, splits are
-disjoint, and a split's example ``i`` does not depend on the split sizes, without storing or comparing examples.
+A seeded permutation assigns the keys to train, validation and test in turn. Examples are therefore distinct and splits
+are disjoint, without storing or comparing examples. Example ``i`` of a split does not depend on the split sizes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class GeneratedTask(Task):
 
         Args:
             key: Key in ``range(num_keys)``. Different keys give different queries, whatever ``rng`` returns.
-            rng: Random numbers for what the key does not determine; seeded with the task's seed and the key.
+            rng: Random numbers for the parts that the key does not determine. Task seed and key seed them.
         """
 
     def score(self, example: Example, response: str) -> float:
@@ -277,11 +277,10 @@ class Sheet(GeneratedTask):
 class Records(GeneratedTask):
     """People to sort by name, age or city; the values of a column are distinct, so there are no ties.
 
-    The output has long-range dependencies and a fixed format: the response to
-    ``sort by age: eve 82 rome; bob 31 oslo`` is
-    ``[{"name":"bob","age":31,"city":"oslo"},{"name":"eve","age":82,"city":"rome"}]``.
+    Responses have long-range dependencies and a fixed format: the response to ``sort by age: eve 82 rome; bob 31 oslo``
+    is ``[{"name":"bob","age":31,"city":"oslo"},{"name":"eve","age":82,"city":"rome"}]``.
 
-    A query has two or more rows; their number is uniformly distributed. The key determines the name and age in the
+    A query has two or more rows. The number of rows is uniformly distributed. The key determines name and age in the
     first two rows.
 
     Attributes:

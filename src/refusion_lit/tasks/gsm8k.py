@@ -43,12 +43,12 @@ class Gsm8k(InstructionFiles):
     r"""Questions with worked solutions that end in ``#### number``, from files or the hub data set ``openai/gsm8k``.
 
     ``score`` is 1 if a response's final number equals the reference's. The final number follows the last ``####`` or
-    stands in the last ``\boxed{...}``, whichever comes later; of an equation, it is the result. Numbers are compared by
-    value: commas, signs, currency, decimals, fractions, powers of ten, units and a final period are read or ignored. A
-    response with neither marker is wrong, even if it contains the number. For files and splits see
+    stands in the last ``\boxed{...}``, whichever comes later. The final number of an equation is the result. Numbers
+    are compared by value: commas, signs, currency, decimals, fractions, powers of ten, units and a final period are
+    read or ignored. A response with neither marker is wrong, even if it contains the number. For files and splits see
     :class:`InstructionFiles`; for the hub data set use ``dataset: openai/gsm8k`` and ``dataset_name: main``.
 
-    Beside the score are the scores that lm-evaluation-harness gives the same response in its task ``gsm8k``:
+    Two further scores equal lm-evaluation-harness's scores for the same response in its task ``gsm8k``:
     ``strict_match`` compares the text of the number after the first ``####``, and ``flexible_extract`` the text of the
     last number anywhere. The harness cuts responses at ``Question:``.
 
@@ -65,7 +65,7 @@ class Gsm8k(InstructionFiles):
     preset: Preset = "question_answer"
 
     def score(self, example: Example, response: str) -> dict[str, float]:
-        """Return the score and the harness's two scores, each 0 or 1.
+        """Return the score and the harness's two scores, all of them 0 or 1.
 
         Raises:
             ValueError: If the reference has no final number.
@@ -92,9 +92,9 @@ def extract_answer(text: str) -> Fraction | None:
 
 
 def _read_number(text: str) -> Fraction | None:
-    """Return the exact value of a text's first number, or of an equation's result; ``None`` if there is none.
+    """Return the exact value of the first number or of an equation's result; ``None`` without a number.
 
-    Numbers that are too long for Python to convert are ``None``, too.
+    A number that is too long for Python to convert gives ``None``, too.
     """
     text = " ".join(text.split())  # in long runs of white space, the search below takes cubic time
     text = _DASH_AS_MINUS.sub("-", text)
@@ -122,7 +122,7 @@ def _read_number(text: str) -> Fraction | None:
 
 
 def _harness_scores(reference: str, response: str) -> dict[str, float]:
-    """Return lm-evaluation-harness's scores of a response in its task ``gsm8k``."""
+    """Return a response's scores in the task ``gsm8k`` of lm-evaluation-harness."""
     response = _HARNESS_ENDS.split(response, maxsplit=1)[0]
     strict, flexible = _STRICT.findall(response), _FLEXIBLE.findall(response)
     extracted = {"strict_match": strict[0] if strict else "", "flexible_extract": flexible[-1] if flexible else ""}
