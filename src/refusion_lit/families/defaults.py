@@ -51,7 +51,7 @@ GUESSED = (
 
 
 def named_decoder(traits: ModelTraits, entry: Mapping[str, Any], *, has_drafter: bool = False) -> Decoder:
-    """Return a model's default decoder; warn if the model's training is unknown, or if the named decoder does not fit.
+    """Return a model's default decoder. Warn if the model's training is unknown or the named decoder does not fit.
 
     Args:
         traits: What the model was trained to do.
@@ -68,7 +68,7 @@ def named_decoder(traits: ModelTraits, entry: Mapping[str, Any], *, has_drafter:
     decoder = default_decoder(traits, named, drafts=has_drafter)
     if traits.predictions is None and isinstance(decoder, ReFusion) and "decoder" not in entry:
         warnings.warn(GUESSED, stacklevel=3)
-    # A training or an option that changes the traits may leave the decoder of the config behind.
+    # The config's decoder may be out of date: a training or an option may have changed the traits.
     is_unchanged = ModelTraits.from_dict(entry) == traits and not has_drafter
     if named is not None and _OBJECTIVE not in named and is_unchanged:
         name = named["class_path"].rpartition(".")[2]
@@ -83,7 +83,7 @@ _REGISTERED: list[Callable[[ModelTraits], Decoder | None]] = []
 
 
 def register_decoder(cls: type[Decoder], make_default: Callable[[ModelTraits], Decoder | None]) -> None:
-    """Let models' configs name a decoder, and make it the default for some models; for plugins.
+    """Register a plugin's decoder: models' configs may name it, and it may be the default for some models.
 
     Args:
         cls: The decoder class.
@@ -159,10 +159,10 @@ _CAUSAL: dict[str, type[Decoder]] = {
 def entry_with_decoder(
     entry: Mapping[str, Any], traits: ModelTraits, decoders: Iterable[Decoder], objective: type
 ) -> dict[str, Any]:
-    """Return a model's entry ``refusion_lit`` with the decoder for an objective that is not of this package.
+    """Return a model's entry ``refusion_lit`` with the decoder for an objective from another package.
 
-    Traits do not identify the decoder of such an objective, so the entry names the first decoder that fits. The
-    decoder of an earlier such objective is removed.
+    Traits do not identify the decoder for an objective from another package, so the entry names the first decoder that
+    fits. A decoder that an earlier training wrote for such an objective is removed.
 
     Args:
         entry: The entry so far.
@@ -190,7 +190,7 @@ def entry_with_decoder(
 
 
 _OBJECTIVE = "objective"
-"""Key of a decoder's entry that a training with an objective of another package has written."""
+"""Key of the objective's class in a decoder's entry, for objectives from other packages."""
 
 
 def changed_options(decoder: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass
@@ -198,16 +198,16 @@ def changed_options(decoder: Any) -> dict[str, Any]:  # noqa: ANN401 - a datacla
     values = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
     try:
         default = type(decoder)()
-    except TypeError:  # a decoder of another package may require options
+    except TypeError:  # another package's decoder may require options
         return values
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 def _build(named: Mapping[str, Any]) -> Decoder | None:
-    """Build the decoder that a model's config names; the class path may omit the package.
+    """Build the decoder named in a model's config; the class path may omit the package.
 
-    A decoder of another package that a training has stored is used only if the program has imported its module, because
-    a name in a config never causes an import. Otherwise warn and return ``None``.
+    A training may have stored a decoder from another package. It is used only if the program has imported its module,
+    because a name in a config never causes an import. Otherwise warn and return ``None``.
     """
     try:
         if _OBJECTIVE in named and named["class_path"] not in NAMEABLE:

@@ -1,4 +1,4 @@
-"""I-DLM (arXiv 2604.11035): causal models whose masks draft the next tokens, and whose next forward verifies them.
+"""I-DLM (arXiv 2604.11035): a causal model's masks draft the next tokens, and the next forward verifies them.
 
 The decoder ``IntrospectiveStrided``, the objective ``Introspective``, and the format of the published checkpoints: a
 Qwen3 in SDAR's layout.
@@ -31,7 +31,7 @@ from refusion_lit.utils.require import require_at_least
 @dataclass(frozen=True, kw_only=True)
 class _IDLMFormat(CheckpointFormat):
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a config; ``block_size``, the masks of a block in training, gives the stride of decoding."""
+        """Convert a config. ``block_size``, the number of masks per block in training, gives the decoder's stride."""
         options = super().library_options(values)
         if values.get("block_size") is not None:
             require_at_least("backbone.source: block_size", values["block_size"], 1)
@@ -58,24 +58,24 @@ register(
 
 @dataclass(frozen=True, kw_only=True)
 class IntrospectiveStrided(Decoder):
-    """Verifies drafts and makes the next drafts in a single forward, with the text of :class:`Autoregressive`.
+    """Verifies drafts and makes the next drafts in a single forward; writes the text of :class:`Autoregressive`.
 
-    A forward feeds the last token, ``stride`` - 1 drafts and ``stride`` - 1 masks, with causal attention. A draft holds
-    if the position before it predicts the same token. If all drafts hold, the forward adds them and the token after
-    them, and the masks have made the next drafts. Otherwise it adds the drafts before the first wrong draft and the
-    right token in its place. The masks then followed wrong text, so the next forward verifies nothing: it adds a token
-    and makes new drafts.
+    A forward feeds the last token, ``stride`` - 1 drafts and ``stride`` - 1 masks, with causal attention. A draft is
+    accepted if the position before it predicts the same token. If all drafts are accepted, the forward adds the drafts
+    and the token after them, and its masks are the next drafts. Otherwise, the forward adds the drafts before the first
+    wrong draft, and the right token in its place. Its masks followed wrong text and are useless: the next forward
+    verifies nothing, adds a token and makes new drafts.
 
-    Source: introspective strided decoding, ``IDLMBlockN`` of I-DLM (arXiv 2604.11035). As there, the prompt is read in
-    a forward of its own, and its token is written together with the next token. Deliberate differences: masks and
-    drafts beyond ``max_new_tokens`` are not fed; above temperature 0, drafts are drawn, where the program takes the
-    most probable tokens, so that sampled text follows the model's distribution.
+    Source: introspective strided decoding, ``IDLMBlockN`` of I-DLM (arXiv 2604.11035). As there, a separate forward
+    reads the prompt, and its token is written together with the next token. Deliberate differences: masks and drafts
+    beyond ``max_new_tokens`` are not fed. Above temperature 0, drafts are drawn, so that sampled text follows the
+    model's distribution; the program drafts the most probable tokens.
 
     Attributes:
-        stride: Maximum number of tokens that a forward adds, N (``gen_block_size``), at least 1. A checkpoint trained
-            with blocks of b masks has b + 1.
-        num_verified: Number of drafts of a forward that are verified; the other drafts are taken as they are, so the
-            text is no longer exact. ``None``: all (1 is ``verify_num_specs``, 0 is ``use_spec_verify`` false).
+        stride: Maximum number of tokens added by a forward, N (``gen_block_size``), at least 1. For a checkpoint
+            trained with b masks per block, N is b + 1.
+        num_verified: Number of drafts verified by a forward. Other drafts are accepted unverified, so the text is no
+            longer exact. ``None``: all (1 is ``verify_num_specs``, 0 is ``use_spec_verify`` false).
         coupling: Dependence between sampled drafts and verified tokens, as in :class:`SelfSpeculative`; without effect
             at temperature 0. ``shared_noise``: sampled text equals the text of :class:`Autoregressive`, token by token.
             ``rejection``: rejection sampling; the text has the same distribution.
@@ -98,7 +98,7 @@ class IntrospectiveStrided(Decoder):
     coupling: Literal["shared_noise", "rejection"] = "shared_noise"
 
     def step(self, state: DraftState) -> Steps[None]:  # type: ignore[override]
-        """Read the prompt, if that is not done; then run a forward that verifies and drafts."""
+        """Read the prompt in the first step; then run a forward that verifies and drafts."""
         draw = Draw(sampling=state.sampling, with_probability=False)
         rejects = self.coupling == "rejection" and state.sampling.temperature > 0
         first: list[int] = []
@@ -142,20 +142,20 @@ class IntrospectiveStrided(Decoder):
 class Introspective(Objective):
     """Predicts the next token at every mask of a fully masked response, and at every token of the clean text.
 
-    I-DLM (arXiv 2604.11035): a forward over ``[noisy; clean]`` with repeated position ids. In the noisy half all
+    I-DLM (arXiv 2604.11035): a forward over ``[noisy; clean]`` with repeated position ids. In the noisy half, all
     response tokens are masks. Attention is causal: a noisy token sees its block up to itself and the clean tokens of
     earlier blocks; a clean token sees the clean text up to itself. Blocks are counted from position 0, prompt included.
 
     Terms: ``noisy`` and ``clean``, the cross-entropy of the next response token in either half, both divided by the
     batch's number of response tokens. The loss is noisy + ``clean_weight`` * clean or, with ``auto_balance``, noisy +
-    (noisy / clean) * clean, where no gradient flows through the ratio, so that both terms weigh the same.
+    (noisy / clean) * clean. No gradient flows through the ratio, so both terms weigh the same.
 
     Attributes:
         block_size: Masks per block, at least 1; a decoder's ``stride`` is larger by 1.
         clean_weight: Coefficient of the term ``clean``, at least 0; without effect with ``auto_balance``.
         auto_balance: Weigh the clean term by the ratio of the terms in every micro-batch.
-        noisy_targets: Tokens that the noisy half predicts. ``masks``: tokens after a mask, so not the response's first
-            token, which the denominator counts nevertheless (the authors' trainer). ``response``: all response tokens;
+        noisy_targets: Tokens that the noisy half predicts. ``masks``: tokens after a mask. The response's first token
+            is then no target, but the denominator counts it (the authors' trainer). ``response``: all response tokens;
             the prompt's last token predicts the first (NeMo AutoModel).
 
     >>> from refusion_lit.learning.batch import ResponseBatch
@@ -178,7 +178,7 @@ class Introspective(Objective):
 
     @property
     def terms(self) -> Mapping[str, float]:
-        """The terms of the noisy and the clean half; a balanced loss has twice the noisy term's value."""
+        """The terms of both halves. A balanced loss has twice the noisy term's value."""
         return {"noisy": 2.0, "clean": 0.0} if self.auto_balance else {"noisy": 1.0, "clean": self.clean_weight}
 
     def corrupt(

@@ -21,9 +21,9 @@ _FUSED = f"{_LAYER}.attention.query_key_value"
 @dataclass(frozen=True, kw_only=True)
 class _LLaDA2Format(CheckpointFormat):
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Turn off Glm4Moe's layers for multi-token prediction, which this family has not; check counts of experts.
+        """Turn off Glm4Moe's layers for multi-token prediction, which this family lacks; check the numbers of experts.
 
-        Options that the config lacks have the defaults of the authors' class. A group counts by its two best experts.
+        Missing options get the defaults of the authors' class. A group of experts is ranked by its two best experts.
         """
         values = {**_DEFAULTS, **values}
         _check_layers(values)
@@ -41,7 +41,7 @@ class _LLaDA2Format(CheckpointFormat):
 
 
 def _check_layers(values: Mapping[str, Any]) -> None:
-    """Refuse numbers of shared experts and of first layers without experts that no model has."""
+    """Refuse impossible numbers of shared experts, and of first layers without experts."""
     num_shared, num_dense = values.get("num_shared_experts"), values.get("first_k_dense_replace")
     num_layers = values.get("num_hidden_layers")
     if "num_shared_experts" in values:
@@ -54,7 +54,7 @@ def _check_layers(values: Mapping[str, Any]) -> None:
 
 _DEFAULTS = {"max_position_embeddings": 16384, "n_group": 8, "num_experts_per_tok": 2, "routed_scaling_factor": 2.5,
              "topk_group": 4}  # fmt: skip
-"""Defaults of the authors' class that Glm4Moe's defaults differ from, and that no shape of a weight shows."""
+"""Defaults of the authors' class that differ from Glm4Moe's and that no weight's shape reveals."""
 
 _UNUSED = {"embedding_dropout": 0.0, "output_dropout": 0.0, "sliding_window": 4096, "use_cache": True}
 """Options of the authors' classes without a counterpart in Glm4Moe, and the values that exports write."""

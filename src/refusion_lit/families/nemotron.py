@@ -32,7 +32,7 @@ _EPS = 1e-3
 """Smallest mask probability in training, as in the authors' program."""
 
 _ROPE = ("llama_4_scaling_beta", "original_max_position_embeddings")
-"""Rotary options by which queries are scaled."""
+"""Rotary options that scale queries."""
 
 _NEXT_TOKEN = Autoregressive()
 
@@ -42,8 +42,8 @@ class _NemotronFormat(CheckpointFormat):
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a config; the default decoder uses the training's ``block_size``.
 
-        Published configs name no padding. Ministral 3 would take 11, which is their EOS
-        token, and its embedding would not learn.
+        Published configs name no padding token. Ministral 3 would take 11, the published EOS token, whose embedding
+        would then not learn.
         """
         options = super().library_options({"pad_token_id": None, **values})
         for entry in ("rope_parameters", "rope_scaling"):
@@ -90,8 +90,8 @@ class _BlockOfMasks(Decoder):
 
     Attributes:
         block_size: Tokens per block, at least 1 (``block_length``).
-        max_thinking_tokens: Length at which the response gets ``end_think_token_id`` unless it has one; ``None``: no
-            limit. Responses with a constraint have no limit.
+        max_thinking_tokens: Length at which ``end_think_token_id`` is written, unless the response has it already;
+            ``None``: no limit. Constrained responses have no limit.
         end_think_token_id: The token that ends the thinking; set together with ``max_thinking_tokens``.
     """
 
@@ -111,7 +111,7 @@ class _BlockOfMasks(Decoder):
         require(is_paired, "end_think_token_id", expected, self.end_think_token_id, "set both or neither")
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
-        """Create the canvas, after a check that the token that ends the thinking may be written."""
+        """Create the canvas, after a check of the token that ends the thinking."""
         token = self.end_think_token_id
         allowed = token is None or (token < special_tokens.vocab_size and token not in special_tokens.banned_token_ids)
         expected = f"an id below {special_tokens.vocab_size} that is neither mask nor padding"
@@ -119,7 +119,7 @@ class _BlockOfMasks(Decoder):
         return super().begin(prompt, sampling, special_tokens)
 
     def _exceeds_thinking(self, state: RowState, tokens: Sequence[int], num_tokens: int) -> bool:
-        """Return whether ``num_tokens`` exceeds the thinking budget while ``tokens`` have no end of the thinking.
+        """Return whether ``num_tokens`` exceeds the thinking budget and ``tokens`` do not end the thinking.
 
         A constraint, such as a JSON schema, leaves no room for thinking.
         """
@@ -131,9 +131,10 @@ class _BlockOfMasks(Decoder):
 class CausalBlockDiffusion(_BlockOfMasks):
     """Fills blocks of masks after causal text; the text predicts the first token of the next block.
 
-    Blocks are counted from the start of the response. A forward feeds the block with bidirectional attention after the
-    cached text. It fills the masks of at least ``threshold`` probability, or the most probable mask. When a
-    block is full, it is fed once more, with causal attention: for the cache, and for the first token of the next block.
+    Blocks are counted from the start of the response. A forward feeds the block after the cached text, with
+    bidirectional attention. It fills masks whose token has at least ``threshold`` probability, or else the most
+    probable mask. A full block is fed once more, with causal attention, to fill the cache and to predict the next
+    block's first token.
 
     Source: ``generate`` of Nemotron-Labs-Diffusion (arXiv 2607.05722). Deliberate differences: the last block is not
     fed once more, which saves a forward; a block that begins with EOS is not denoised, which saves another forward;
@@ -143,8 +144,8 @@ class CausalBlockDiffusion(_BlockOfMasks):
 
     Attributes:
         threshold: Fill every mask whose token has at least this probability, in [0, 1]; ``None``: a mask per forward.
-        causal_context: ``False``: the prompt and full blocks see all of themselves, and predict nothing, so that the
-            first token of a block is a mask like the others.
+        causal_context: ``False``: the prompt and full blocks see all of themselves and predict nothing. A block's first
+            token is then a mask like the others.
 
     >>> import refusion_lit
     >>> model = refusion_lit.load("tests/goldens/published_2026/models/nld-tiny")
@@ -159,7 +160,7 @@ class CausalBlockDiffusion(_BlockOfMasks):
     causal_context: bool = True
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return the number of common tokens without the prompt's last token; 0 without ``causal_context``."""
+        """Return how many common tokens to share, without the prompt's last token; 0 without ``causal_context``."""
         return super().num_shareable(prompt_length, num_common) if self.causal_context else 0
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
@@ -187,7 +188,7 @@ class CausalBlockDiffusion(_BlockOfMasks):
         state.commit([place + mask_offsets[i] for i in chosen], [reading.tokens[i] for i in chosen])
 
     def _begin_block(self, state: RowState, place: int) -> Steps[None]:
-        """Cache the text before a block; commit the block's first token, and the end of the thinking if it is due."""
+        """Cache the text before a block; commit the block's first token and, when due, the end of the thinking."""
         start = state.prompt_length + place
         causal = self.causal_context
         order = None if causal else [0] * (start - state.num_cached)
@@ -205,19 +206,20 @@ class CausalBlockDiffusion(_BlockOfMasks):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSpeculation(_BlockOfMasks):
-    """Drafts a block with bidirectional attention and verifies it causally, with the text of :class:`Autoregressive`.
+    """Drafts a block with bidirectional attention and verifies it causally; writes the text of :class:`Autoregressive`.
 
     A round feeds the last token and ``block_size`` - 1 masks, which see one another. The filled block is fed again with
     causal attention. Drafts that equal the model's next tokens are accepted, and the model's token after them is added.
     With a temperature, drafts and verification share noise, so that sampled text equals the sequential decoder's text.
 
     Source: ``linear_spec_generate`` of Nemotron-Labs-Diffusion (arXiv 2607.05722). Deliberate differences: the response
-    has at most ``max_new_tokens``; the token that ends the thinking is written, once. A thinking budget makes the text
-    depend on the drafts.
+    has at most ``max_new_tokens``, and the token that ends the thinking is written once. A thinking budget makes the
+    text depend on the drafts.
 
     Attributes:
-        threshold: 0: draft in a single forward. Above 0: in every forward keep the drafts of at least this probability
-            (after temperature, top-k and top-p), or the most probable draft, until no mask is left.
+        threshold: 0: draft in a single forward. Above 0: draft in several forwards, until no mask is left. A forward
+            keeps drafts with at least this probability (after temperature, top-k and top-p), or else the most probable
+            draft.
 
     >>> import refusion_lit
     >>> model = refusion_lit.load("tests/goldens/published_2026/models/nld-tiny")
@@ -276,10 +278,10 @@ class CausalBlockMasked(Objective):
     noisy block, and the clean tokens of earlier blocks; a clean token sees the clean text up to itself. Blocks are
     counted from position 0, prompt included.
 
-    Terms: ``mdm``, the sum over masks of cross-entropy / p, and ``ar``, the sum over the clean half of the next
-    response token's cross-entropy. Both are divided by the batch's number of masks and response tokens. The loss is
-    ``mdm_weight`` * mdm + ar. Deliberate differences: the program counts a single row's tokens in the denominator,
-    and it scales the clean half's queries as if they came after the noisy half.
+    Terms: ``mdm``, cross-entropy / p summed over masks, and ``ar``, the next response token's cross-entropy summed over
+    the clean half. Both are divided by the batch's number of masks and response tokens. The loss is ``mdm_weight`` *
+    mdm + ar. Deliberate differences: the program's denominator counts a single row's tokens, and the program scales the
+    clean half's queries as if they came after the noisy half.
 
     Attributes:
         block_size: Tokens per block, at least 1.

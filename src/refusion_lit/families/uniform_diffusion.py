@@ -21,20 +21,20 @@ from refusion_lit.types import ModelTraits, Prediction, SpecialTokens
 from refusion_lit.utils.require import require, require_at_least
 
 _EPS = 1e-4
-"""Smallest probability that training replaces a token of a canvas."""
+"""Smallest probability with which training replaces a canvas token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UniformDiffusion(Decoder):
     """Denoises canvases of random tokens, one after the other, as DiffusionGemma does.
 
-    A forward pass over the text, causal, fills the KV cache. Then a canvas of ``canvas_length`` random tokens is
-    denoised in up to ``num_steps`` forward passes, which see the text and the whole canvas. A step samples a token at
-    every place and accepts the tokens of lowest entropy; all other places get new random tokens. The most probable
-    tokens of the last step, the *draft*, are final. A step's predictions condition the next step (self-conditioning).
+    A causal forward pass over the text fills the KV cache. Up to ``num_steps`` further passes denoise a canvas of
+    ``canvas_length`` random tokens; they see the text and the whole canvas. A step samples a token at every place and
+    accepts the tokens with the lowest entropies. All other places get new random tokens. The most probable tokens of
+    the last step, the *draft*, are final. A step's predictions condition the next step (self-conditioning).
 
-    The next canvas follows, until an EOS token or ``max_new_tokens``; tokens beyond it in the last canvas are not
-    returned. A forward pass over the text is counted once per canvas, beside the steps.
+    Canvases follow until an EOS token or ``max_new_tokens``. Tokens beyond this end are not returned. In addition to
+    the steps, a forward pass over the text counts once per canvas.
 
     At temperature 0, the schedule's temperatures apply, and all seeds draw the same tokens. Above 0,
     ``temperature`` multiplies the schedule (1: as published), and the seed counts.
@@ -45,14 +45,13 @@ class UniformDiffusion(Decoder):
     Attributes:
         canvas_length: Tokens per canvas, at least 1; must be the length in training.
         num_steps: Maximum number of steps per canvas (``max_denoising_steps``), at least 1.
-        t_min: The temperature falls from ``t_max`` towards this value, which no step reaches; in [0, 1000].
+        t_min: The temperature falls from ``t_max`` towards this value and never reaches it; in [0, 1000].
         t_max: The first step's temperature, in (0, 1000].
-        entropy_bound: Accept tokens in rising order of entropy while the entropies before sum up to this many nats at
-            most, at least one token. At least 0.
-        stability_threshold: A canvas is finished if its draft equals the drafts of this many steps before, and it is
-            confident. At least 0.
-        confidence_threshold: A canvas is confident if the mean entropy of its places is below this many nats; at
-            least 0.
+        entropy_bound: Accept tokens in rising order of entropy while the entropies of the tokens before sum up to at
+            most this many nats; at least one token. At least 0.
+        stability_threshold: A canvas is finished if it is confident and its draft equals the drafts of this many
+            earlier steps. At least 0.
+        confidence_threshold: A canvas is confident if its places' mean entropy is below this many nats; at least 0.
         num_noise_ids: Random tokens are below this id; ``None``: the tokenizer's number of tokens.
 
     >>> from refusion_lit.decoding import default_decoder
@@ -133,7 +132,7 @@ class UniformDiffusion(Decoder):
         return is_stable and fmean(entropies) < self.confidence_threshold
 
     def random_tokens(self, state: RowState) -> list[int]:
-        """Return a canvas of uniform noise; it depends on seed, prompt and number of forward passes alone."""
+        """Return a canvas of uniform noise, which depends only on seed, prompt and number of forward passes."""
         key = stable_key("canvas", self._seed(state), state.prompt.id, state.num_forwards)
         bits = KeyedNoise(torch.tensor([key])).bits("token", self.canvas_length)[0]
         return (bits % (self.num_noise_ids or state.special_tokens.vocab_size)).tolist()
@@ -157,8 +156,8 @@ class UniformDiffusion(Decoder):
         Args:
             state: The prompt's state.
             canvas: The canvas's tokens.
-            step: Number of steps that are left, including this step.
-            before: Reading of the step before, which conditions this step; ``None`` in the first step.
+            step: Number of remaining steps, including this step.
+            before: The previous step's reading, which conditions this step; ``None`` in the first step.
         """
         temperature = self.step_temperature(step) * (state.sampling.temperature or 1.0)
         temperature = min(max(temperature, 1e-30), 1e30)  # the range of SamplingParams
@@ -180,18 +179,18 @@ class UniformDiffusion(Decoder):
 class UniformBlock(Objective):
     """Predicts all tokens of a response block in which random tokens have replaced some tokens.
 
-    A sample shows its text, read causally, and one canvas behind the text: a block of the response at a random
-    multiple of ``canvas_length``. With u drawn uniformly from [0, 1] per sample, every token of the canvas is replaced
-    with probability t = (1 - eps) u + eps, where eps is 0.0001, by a token drawn uniformly from the vocabulary. The
-    term ``diffusion`` is the mean cross-entropy over all tokens of the canvases, replaced or not, with equal weights.
-    The term ``ar`` is the mean cross-entropy of the text's next token.
+    A sample shows its text, read causally, and one canvas behind the text: a response block at a random multiple of
+    ``canvas_length``. Every canvas token is replaced with probability t by a token drawn uniformly from the vocabulary.
+    t is (1 - eps) u + eps, where eps is 0.0001 and u is drawn uniformly from [0, 1] per sample. The term ``diffusion``
+    is the mean cross-entropy over all canvas tokens, replaced or not, with equal weights. The term ``ar`` is the mean
+    cross-entropy of the text's next tokens.
 
-    DiffusionGemma computes the canvas with its decoder. With probability ``self_conditioning``, a first pass of the
-    decoder, without gradients, conditions the second. Models without self-conditioning compute text and canvas in
+    DiffusionGemma computes the canvas with its decoder. With probability ``self_conditioning``, the decoder runs twice:
+    a first pass without gradients conditions the second. Models without self-conditioning compute text and canvas in
     one pass.
 
     Source: the fine-tuning script for DiffusionGemma in TRL. A block that is longer than the rest of the response is
-    completed with EOS tokens, for DiffusionGemma with padding, which are scored, too.
+    completed with EOS tokens (DiffusionGemma: padding), which are scored, too.
 
     Attributes:
         canvas_length: Tokens per canvas, at least 1.

@@ -1,7 +1,7 @@
-"""WeDLM (arXiv 2512.22737): causal attention, masks that predict their own tokens, and a window of masks.
+"""WeDLM (arXiv 2512.22737): causal attention, and a window of masks that predict their own tokens.
 
 The decoder ``WeDLM``, the objective ``DualStream`` with a clean and a masked stream, and the format of the published
-checkpoints, which are a Qwen2.5 (7B) and a Qwen3 (8B).
+checkpoints: Qwen2.5 (7B) and Qwen3 (8B).
 """
 
 from __future__ import annotations
@@ -91,30 +91,30 @@ class WeDLM(Decoder):
     A forward feeds the window's filled tokens in text order, then its masks in text order, with their positions in the
     text. Causal attention over this sequence shows a mask all filled tokens and the masks to its left. Filled tokens
     never change. The filled tokens before the first mask directly follow cached text, so their keys and values are the
-    keys and values of ordinary causal decoding: they stay in the cache, and the window moves past these tokens. Other
-    filled tokens are computed again in the next forward.
+    same as in ordinary causal decoding. They stay in the cache, and the window moves past them. Other filled tokens are
+    computed again in the next forward.
 
     The authors have two programs with different rules (``selection``):
 
     - ``entropy``: the released engine (streaming parallel decoding, arXiv 2512.22737, algorithm 1). The window slides:
       it reaches ``window_size`` places from its first mask, also beyond ``max_new_tokens``.
-    - ``confidence``: ``generate_wedlm`` of the model's Python class. Blocks of ``window_size`` tokens, the last block
-      shorter, are completed one after another.
+    - ``confidence``: ``generate_wedlm`` of the model's Python class. Blocks of ``window_size`` tokens are completed one
+      after another; the last block may be shorter.
 
     Deliberate differences:
 
-    - The first forward computes the prompt and the first window, where the engine computes the prompt alone; no forward
-      follows the completion of the text. So an engine run has two forwards more.
-    - Decoding stops at the first EOS token, where ``generate_wedlm`` goes on. Its ``temperature``, which changes
+    - The first forward computes the prompt and the first window; the engine computes the prompt alone. No forward
+      follows the completion of the text. So the engine makes two forwards more.
+    - Decoding stops at the first EOS token; ``generate_wedlm`` goes on. Its ``temperature``, which changes
       confidences but draws nothing, is ``confidence_temperature`` here.
     - Temperature acts before top-p, not after; the mask token is never drawn.
-    - As in the engine, the forward that caches leading tokens also refills the window; in the paper's algorithm the
-      refill comes after it.
+    - As in the engine, the forward that caches leading tokens also refills the window; in the paper's algorithm, the
+      refill comes later.
 
     Attributes:
         selection: Rule that selects the masks to fill: ``entropy`` or ``confidence``.
-        window_size: Masks in the window, W (``wedlm_window_size``), or tokens per block (``block_size`` of
-            ``generate_wedlm``). The paper's tables use 6.
+        window_size: Number of masks in the window, W (``wedlm_window_size``), or of tokens per block
+            (``generate_wedlm``'s ``block_size``). The paper's tables use 6.
         entropy_threshold: For ``entropy``: fill masks whose entropy in nats plus penalty is below this number (tau,
             ``wedlm_entropy_threshold``), and always the best mask. ``None``: a token per forward, as in the paper's
             tables.
@@ -153,11 +153,11 @@ class WeDLM(Decoder):
 
     @property
     def _slides(self) -> bool:
-        """Return whether the window slides, instead of standing still until a block is complete."""
+        """Return whether the window slides; otherwise it waits until a block is complete."""
         return self.selection == "entropy"
 
     def _window_end(self, first_mask: int) -> int:
-        """Return the place behind the window whose first mask is at a place."""
+        """Return the first place behind the window, given the place of the window's first mask."""
         start = first_mask if self._slides else first_mask // self.window_size * self.window_size
         return start + self.window_size
 
@@ -218,17 +218,17 @@ class WeDLM(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class DualStream(Objective):
-    """Predicts a block's masks from its clean tokens, from earlier masks, and from all earlier clean blocks.
+    """Predicts a block's masks from its clean tokens, its earlier masks, and all earlier clean blocks.
 
     WeDLM (arXiv 2512.22737): a forward over ``[prediction; memory]`` with repeated position ids. The memory stream is
-    the clean text. In the prediction stream, every block draws a share gamma, uniform in [0, 1), and masks exactly this
-    share of its response tokens, rounded, at random places. The masks then move behind the block's clean tokens, with
-    their position ids. Attention is causal: a prediction token sees its block up to itself and the memory of all
-    earlier blocks; the memory sees itself. Blocks are counted from position 0, prompt included.
+    the clean text. In the prediction stream, every block draws a share gamma, uniform in [0, 1). Exactly this share of
+    its response tokens, rounded, is masked at random places. The masks then move behind the block's clean tokens, with
+    their position ids. Attention is causal: a prediction token sees its block up to itself and all earlier blocks in
+    the memory; the memory sees itself. Blocks are counted from position 0, prompt included.
 
-    Terms: ``mdm``, the mean cross-entropy over masks with weights 1 / gamma, divided by the sum of weights (as in the
-    public trainer; the paper writes a plain sum); ``ar``, the mean cross-entropy of the memory's next-token
-    predictions. The loss is (mdm + ar_weight * ar) / (1 + ar_weight).
+    Terms: ``mdm``, the masks' mean cross-entropy, weighted by 1 / gamma (the public trainer divides by the sum of
+    weights, the paper writes a plain sum); ``ar``, the mean cross-entropy of the memory's next-token predictions. The
+    loss is (mdm + ar_weight * ar) / (1 + ar_weight).
 
     Deliberate difference: the public trainer can append several learnable end-of-turn tokens to a response
     (``num_learnable_im_end``); here a response ends with a single EOS token.
@@ -285,7 +285,7 @@ class DualStream(Objective):
             labels=torch.cat((masked_tokens.gather(1, order), following), 1),
             weights=torch.cat((weights.gather(1, order), follows.float()), 1),
             terms=torch.cat((none, ~none), 1).long(),
-            # Weights are no integers: a sum in float32 would depend on how a step is cut into micro-batches.
+            # Weights are no integers, so a sum in float32 would depend on how a step is cut into micro-batches.
             counts=torch.stack((weights.double().sum(), follows.sum().double())),
             visible=three_part_ranges(num_tokens, size, batch.ends, causal=True),
             is_masked=torch.cat((is_masked.gather(1, order), none), 1),

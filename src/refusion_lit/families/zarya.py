@@ -1,6 +1,6 @@
 """Zarya (arXiv 2609.19868): checkpoints, changes to ReFusion's objective, and the any-order sampler FirstHitting.
 
-Published checkpoints are Qwen3 models under the prefix ``backbone.`` that are trained and decoded as ReFusion.
+Published checkpoints are Qwen3 models under the prefix ``backbone.``, trained and decoded as ReFusion.
 """
 
 from __future__ import annotations
@@ -72,13 +72,14 @@ class Zarya(Hybrid):
     Zarya's mix of the terms is ``mdm_weight`` = lambda and ``ar_weight`` = 1 - lambda.
 
     Attributes:
-        slot_borders: Curriculum of slot sizes (Zarya's ``slot_step_borders``): border i is the share of optimizer
-            steps, in (0, 1] and ascending, up to which size i is used; the last size is also used beyond the last
-            border. As many as sizes. Validation draws from all sizes. Zarya's borders are shares of an epoch, which is
-            the same in a run of a single epoch. ``None``: sizes are drawn.
-        token_weights: Weights of masked tokens in a slot: ``equal`` (the paper) or ``harmonic``, in which the first of
-            n tokens has about n times the last token's weight (Zarya's ``ordered_sampling``).
-        shuffle_masked: Put masked slots in random order, too (Zarya's ``diffusion_shuffle``), not in text order.
+        slot_borders: Curriculum of slot sizes (Zarya's ``slot_step_borders``), with a border per size. Size i is used
+            up to border i, a share of the optimizer steps in (0, 1], ascending; beyond the last border, the last size
+            stays. Validation draws from all sizes. Zarya's borders are shares of an epoch: the same in a run of one
+            epoch. ``None``: sizes are drawn.
+        token_weights: Weights of masked tokens in a slot: ``equal`` (the paper) or ``harmonic`` (Zarya's
+            ``ordered_sampling``). Harmonic weights fall within a slot: of n tokens, the first weighs about n times as
+            much as the last.
+        shuffle_masked: Put masked slots in random order, too (Zarya's ``diffusion_shuffle``), instead of text order.
 
     >>> objective = Zarya(slot_sizes=(4, 8), slot_borders=(0.5, 1.0))
     >>> objective.at(0.2).slot_sizes, objective.at(0.9).slot_sizes
@@ -164,7 +165,7 @@ class GroupState(RowState):
     """State of FirstHitting.
 
     Attributes:
-        groups: Groups of canvas places in decoding order; a forward decodes a group.
+        groups: Groups of canvas places, in decoding order. A forward decodes a group.
     """
 
     groups: list[list[int]] = field(default_factory=list)
@@ -175,17 +176,17 @@ class FirstHitting(Decoder):
     """Decodes groups of tokens of random size, a group per forward, then the remaining tokens one by one.
 
     For causal models whose masks predict their own tokens. A group's tokens are predicted from their masks. The next
-    forward feeds the clean group before the next group's masks, so the KV cache is exact. As in Zarya, the number of
-    tokens unmasked in a step follows the diffusion's time (a token is unmasked when the time first hits it, hence the
-    name) and does not depend on the model's predictions.
+    forward feeds the clean group before the next group's masks, so the KV cache is exact. As in Zarya, the diffusion's
+    time decides how many tokens a step unmasks, not the model's predictions: a token is unmasked when the time first
+    hits it, hence the name.
 
-    Deliberate differences: the prompt keeps its order; masks are never drawn; places after an EOS token are left out
+    Deliberate differences: the prompt keeps its order; masks are never drawn; places after an EOS token are skipped
     once all places before it are known; at temperature 0 the most probable token is taken, without noise.
 
     Attributes:
         num_steps: Steps of the diffusion phase, at most a group per step; ``None``: a quarter of the masks.
         diffusion_share: Expected share of tokens decoded in groups (alpha_0), in [0, 1]. The other tokens follow in
-            text order, a token per forward; with 1, the remaining tokens form a last group.
+            text order, a token per forward. With 1, the remaining tokens form a last group.
 
     >>> import refusion_lit
     >>> model = refusion_lit.load("tests/goldens/models/additions-clean")
@@ -216,7 +217,7 @@ class FirstHitting(Decoder):
         return state
 
     def _sizes(self, state: RowState, num_masks: int) -> Iterator[int]:
-        """Yield the group sizes of the diffusion phase, whose steps unmask every mask with the same chance."""
+        """Yield the group sizes in the diffusion phase. A step unmasks every mask with the same chance."""
         num_steps = max(-(-num_masks // 4), 1) if self.num_steps is None else self.num_steps
         for step in range(num_steps):
             before, after = (self._share_known(1 - (step + i) / num_steps) for i in (0, 1))

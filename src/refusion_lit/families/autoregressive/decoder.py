@@ -11,9 +11,9 @@ from refusion_lit.engine.requests import Draw, Forward, Steps
 
 @dataclass(frozen=True, kw_only=True)
 class Autoregressive(Decoder):
-    """Draws the next token from the logits at the last token, with a KV cache.
+    """Decodes token by token, with a KV cache.
 
-    A response of n tokens costs n forwards: the first forward reads the prompt, later forwards a single token.
+    A response with n tokens costs n forwards. The first forward reads the prompt, later forwards read a single token.
 
     >>> import refusion_lit
     >>> model = refusion_lit.load("tests/goldens/models/additions-clean")
@@ -24,7 +24,7 @@ class Autoregressive(Decoder):
 
     requires = ModelRequirements(attention="causal", predictions=("next_token",))
     shares = "all_but_last"
-    refuses = "it writes from left to right and sees no text on the right of a token"
+    refuses = "it writes from left to right and sees no text to the right"
 
     def step(self, state: RowState) -> Steps[None]:
         """Feed the tokens that are not cached yet, and draw the next token."""

@@ -15,10 +15,10 @@ from refusion_lit.types import ModelTraits, SpecialTokens
 
 @dataclass(frozen=True, kw_only=True)
 class Autoregressive(Objective):
-    """Predicts every response token from all tokens before it; corrupts nothing.
+    """Predicts every response token from all earlier tokens, without noise.
 
-    The prompt's last token predicts the first response token; without a prompt, the first token is no target. The only
-    term, ``ar``, is the mean cross-entropy over all labelled tokens of the batch.
+    The prompt's last token predicts the first response token. Without a prompt, the first token is no target. The only
+    term, ``ar``, is the batch's mean cross-entropy over labelled tokens.
 
     >>> from refusion_lit.learning.batch import ResponseBatch
     >>> from refusion_lit.noise import KeyedNoise
@@ -36,7 +36,7 @@ class Autoregressive(Objective):
     def corrupt(
         self, batch: ResponseBatch, noise: KeyedNoise, special_tokens: SpecialTokens, *, mask_ratio: MaskRatio = None
     ) -> CorruptedBatch:
-        """Label positions with the response token after them; noise and mask ratios have no effect."""
+        """Label every position with the next response token. Noise and mask ratios have no effect."""
         del noise, special_tokens, mask_ratio
         labels = shift_left(batch.input_ids.where(batch.in_response, IGNORE_INDEX), IGNORE_INDEX)
         is_labelled = labels != IGNORE_INDEX

@@ -1,4 +1,4 @@
-"""Block diffusion: decodes blocks left to right over an exact KV cache, and unmasks a block's tokens in parallel."""
+"""Block diffusion: decodes blocks left to right with an exact KV cache, and a block's tokens in parallel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SubBlockState(RowState):
 
     Attributes:
         span_step: Number of steps done in the current sub-block.
-        cached_block: Start of the block whose noisy tokens are all cached; -1 for none.
+        cached_block: Start of the block whose noisy tokens are all cached; -1 without such a block.
     """
 
     span_step: int = 0
@@ -41,7 +41,7 @@ class SubBlockState(RowState):
 class BlockDecoder(Decoder):
     """Base of decoders for block-causal models, in which a block sees itself and earlier blocks.
 
-    The KV cache of complete blocks is exact, because complete blocks do not depend on later blocks.
+    The KV cache is exact, because complete blocks do not depend on later blocks.
 
     Attributes:
         block_size: Tokens per block, at least 1; must be the size in training.
@@ -51,18 +51,18 @@ class BlockDecoder(Decoder):
     block_size: int = 32
 
     def requirements(self) -> ModelRequirements:
-        """Return block-causal attention with this block size; any block size if the prompt is a single block."""
+        """Return block-causal attention with this block size. If the prompt is a single block, any block size fits."""
         size = None if self.requires.prompt_is_block else self.block_size
         return replace(super().requirements(), block_size=size)
 
     def mismatch_fix(self, traits: ModelTraits) -> str:
-        """Return the advice to set ``block_size``, if the model only lacks blocks of that size."""
+        """Return the advice to set ``block_size``, if the block size is all that does not fit."""
         size = traits.block_size
         fits = size is not None and not replace(self.requirements(), block_size=size).mismatches(traits)
         return f"Set block_size to {size}, the model's." if fits else super().mismatch_fix(traits)
 
     def refusal(self, prompt: Prompt) -> str | None:
-        """Refuse given tokens in blocks after the first token to generate, which the model would not see."""
+        """Refuse given tokens in later blocks than the first token to generate: the model would not see them."""
         if not prompt.num_to_fill:
             return None
         start = 0 if self.requires.prompt_is_block else len(prompt.token_ids)
@@ -73,7 +73,7 @@ class BlockDecoder(Decoder):
         return f"its model fills a span from blocks of {self.block_size} tokens that end before some of the given text"
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return the tokens of common whole blocks, except the prompt's last block.
+        """Return how many common tokens to share: whole blocks, without the prompt's last block.
 
         The prompt's last block is always fed, so that sharing does not change the number of forwards. If the prompt is
         a single block, nothing is shared.
@@ -83,7 +83,7 @@ class BlockDecoder(Decoder):
 
     def begin(self, prompt: Prompt, sampling: SamplingParams, special_tokens: SpecialTokens) -> RowState:
         """Create a canvas for the longest response, extended to the last block's end."""
-        # Tokens of the prompt in the first block with generated tokens.
+        # Prompt tokens in the first block that has generated tokens.
         num_before = 0 if self.requires.prompt_is_block else len(prompt.token_ids) % self.block_size
         length = num_before + max_length(prompt, sampling, special_tokens)
         length = -(-length // self.block_size) * self.block_size - num_before
@@ -99,7 +99,7 @@ class BlockDecoder(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDiffusion(BlockDecoder):
-    """Decodes block by block; a block's masks are unmasked in parallel, with bidirectional attention in the block.
+    """Decodes block by block, and unmasks a block's masks in parallel. A block sees all of itself.
 
     Blocks are counted from position 0, prompt included, as in training. A prompt that ends inside a block begins the
     first decoded block. Tokens beyond ``max_new_tokens`` in the last block are computed, but not returned. Decoding
@@ -122,14 +122,14 @@ class BlockDiffusion(BlockDecoder):
 
     Attributes:
         block_size: Tokens per block; must be the size in training (for smaller steps, set ``sub_block_size``).
-        sampling_rule: Tokens that a forward commits. ``threshold``: tokens with a probability above ``threshold``, at
-            least a quota of the most probable tokens. ``sequential``: the leftmost masks, as many as the quota.
+        sampling_rule: Tokens that a forward commits. ``threshold``: tokens with a probability above ``threshold``, and
+            at least the quota's number of most probable tokens. ``sequential``: the leftmost masks, up to the quota.
             ``entropy_bounded``: tokens in rising order of entropy while the sum of their entropies is below
             ``entropy_bound``, at least the most certain token. ``first_hitting``: a token at a uniformly drawn place.
         threshold: For ``threshold``, in [0, 1]; the comparison is strict, so 1 commits the quota alone.
         entropy_bound: For ``entropy_bounded``: upper bound of the summed entropies in nats, at least 0.
-        num_steps: Steps per sub-block, for ``threshold`` and ``sequential`` (``denoising_steps`` in SDAR). The quota of
-            a step is its equal share of the sub-block; ``None``: 1.
+        num_steps: Steps per sub-block, for ``threshold`` and ``sequential`` (``denoising_steps`` in SDAR). The quota is
+            the sub-block divided equally by the steps; ``None``: 1.
         confidence: Distribution of probabilities and entropies: ``raw`` (softmax of the logits), ``filtered`` (after
             top-k and top-p), or ``tempered`` (after temperature, top-k and top-p, as in SDAR's and Fast-dLLM v2's
             programs). At temperatures below 0.3, tempered probabilities round to 1: masks are unmasked from left to
@@ -192,13 +192,13 @@ class BlockDiffusion(BlockDecoder):
 
     @property
     def _statistic(self) -> Statistic | None:
-        """Return the figure that ranks drafts; ``None`` for the raw probability."""
+        """Return the statistic that ranks drafts; ``None`` for the raw probability."""
         if self.sampling_rule == "entropy_bounded":
             return "negative_entropy"
         return None if self.confidence == "raw" else "probability"
 
     def step(self, state: SubBlockState) -> Steps[None]:  # type: ignore[override]
-        """Draw tokens of the current sub-block, or a block's first token if the previous block predicts it."""
+        """Draw tokens for the current sub-block, or a block's first token if the previous block predicts it."""
         first = state.prompt_length + state.is_masked.index(True)
         block_start = first // self.block_size * self.block_size
         if self.shifted and first == block_start:
@@ -207,7 +207,8 @@ class BlockDiffusion(BlockDecoder):
             span_end = (first // self._span_size + 1) * self._span_size
             drawn = list_masked(state, first, span_end)
             if self.sampling_rule == "first_hitting" and state.sampling.temperature > 0:
-                # The place does not depend on the tokens: drawn first, so that a single position's logits are read.
+                # The place does not depend on the tokens. It is drawn first, so that only one position's logits are
+                # read.
                 uniform = uniform_scalar("first_hitting", state.sampling.seed, state.prompt.id, state.num_forwards)
                 drawn = [drawn[int(uniform * len(drawn))]]
             elif self.sampling_rule == "sequential":
@@ -253,7 +254,7 @@ class BlockDiffusion(BlockDecoder):
         stop = block_start + self.block_size
         span_start = drawn[0] // self._span_size * self._span_size
         is_cached = self.sub_block_cache and state.cached_block == block_start
-        # The logits of a sub-block's first token are read before it, so they need the whole block.
+        # A sub-block's first token is predicted by the position before it, so its logits need the whole block.
         if not is_cached or drawn[0] == span_start:
             state.cached_block = block_start
             return self._branch(state, stop, drawn)

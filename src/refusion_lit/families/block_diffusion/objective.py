@@ -1,4 +1,4 @@
-"""Training of block diffusion: autoregressive over blocks, masked diffusion inside a block."""
+"""Trains block diffusion: autoregressive over blocks, masked diffusion inside a block."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class BlockMasked(Objective):
     """Predicts a block's masks from the noisy block itself and all earlier clean blocks.
 
     BD3-LM (arXiv 2503.09573): a forward over the doubled sequence ``[noisy; clean]`` with repeated position ids and the
-    three-part mask of :func:`three_part_ranges`; outputs of the clean half are not used. Blocks are counted from
+    three-part mask of :func:`three_part_ranges`; the clean half's outputs are not used. Blocks are counted from
     position 0, prompt included, as in block-causal decoders; only response tokens are masked. Every block draws a mask
-    probability t. The term ``mdm`` is the sum over masked tokens of cross-entropy / t, divided by the batch's number of
-    response tokens, masked or not (:class:`Masked` instead normalises sample by sample).
+    probability t. The term ``mdm`` sums cross-entropy / t over masked tokens and divides by the batch's number of
+    response tokens, masked or not. :class:`Masked` normalises sample by sample instead.
 
     Fast-dLLM v2 (arXiv 2509.26328) is ``block_size=32, complementary=True, shifted=True, fill_blocks_with="mask",
     stratified=False``. BD3-LM's training divides by ``denominator="all_tokens"``.
 
-    Deliberate differences: the noise interval is fixed, not searched during training, and masks are not redrawn until
-    their share lies in it. t is stratified, in random order, over a sample's blocks instead of the batch's blocks,
-    because a sample's noise must not depend on its neighbours. A sample whose length is a multiple of the block size
-    gets no padding block.
+    Deliberate differences: the noise interval is fixed instead of searched during training. Masks are drawn once, not
+    again until their share lies in the interval. t is stratified over a sample's blocks in random order, not over the
+    batch's blocks: a sample's noise must not depend on other samples. A sample whose length is a multiple of the block
+    size gets no padding block.
 
     Attributes:
         block_size: Tokens per block, at least 1.
@@ -47,15 +47,15 @@ class BlockMasked(Objective):
             authors' program.
         t_max: Largest mask probability (omega), in [t_min, 1]. Only [0.001, 1] gives a likelihood bound.
         stratified: Stratify t over a sample's blocks; ``False``: draw t independently, as Fast-dLLM v2 does.
-        denominator: Number of tokens that divides the loss: ``response`` tokens, masked or not, or ``all_tokens``,
-            prompt included (BD3-LM's training).
-        complementary: Show a sample in two views, the second masked where the first is not, so that every response
-            token is a target exactly once; weights are 1. Doubles the rows.
+        denominator: Tokens whose number divides the loss: ``response``, masked or not, or ``all_tokens``, prompt
+            included (BD3-LM's training).
+        complementary: Show a sample in two views; the second view masks the tokens that the first does not. Every
+            response token is then a target exactly once, and weights are 1. Doubles the rows.
         shifted: The noisy hidden state at position i - 1 predicts the mask at position i. A block's first token is
             then predicted from the noisy block before it.
-        fill_blocks_with: Token that completes a sample's last block: decoders always see whole blocks, and a short
-            block would reveal the end. ``eos``: EOS tokens, which are response tokens, masked and scored. ``mask``:
-            mask tokens that are never scored.
+        fill_blocks_with: Token that completes a sample's last block. Decoders always see whole blocks, and a short
+            block would reveal where the text ends. ``eos``: EOS tokens, masked and scored like other response tokens.
+            ``mask``: mask tokens, never scored.
 
     >>> import torch
     >>> from refusion_lit.learning.batch import ResponseBatch
@@ -144,7 +144,7 @@ class BlockMasked(Objective):
     def _with_whole_blocks(
         self, batch: ResponseBatch, special_tokens: SpecialTokens
     ) -> tuple[ResponseBatch, Int[Tensor, " batch"]]:
-        """Complete the last blocks; return the batch and the rows' numbers of visible tokens."""
+        """Complete the last blocks; return the batch and the number of visible tokens by row."""
         lengths = (batch.ends + self.block_size - 1) // self.block_size * self.block_size
         token_id = None if self.fill_blocks_with == "eos" else required_mask_id(self, special_tokens)
         filled = extend_responses(batch, lengths - batch.prompt_lengths, special_tokens, token_id=token_id)
@@ -178,7 +178,7 @@ def three_part_ranges(
     *,
     causal: bool | Literal["clean"] = False,
 ) -> Int[Tensor, "batch doubled range 2"]:
-    """Return the ranges that tokens of a doubled sequence ``[noisy; clean]`` see.
+    """Return the ranges that tokens in a doubled sequence ``[noisy; clean]`` see.
 
     As in BD3-LM (arXiv 2503.09573) or, if ``causal``, in WeDLM (arXiv 2512.22737). A noisy token sees its noisy block
     and all earlier clean blocks. A clean token sees the clean blocks up to and including its block, and no noisy token.
@@ -196,7 +196,7 @@ def three_part_ranges(
     is_real = positions < lengths
     begin = positions // block_size * block_size
     ends = (begin + block_size, positions + 1)
-    end = ends[causal is True]  # of what noisy tokens see of their block
+    end = ends[causal is True]  # where a noisy token's view of its block ends
     clean_stop = num_tokens + torch.where(is_noisy, begin, ends[bool(causal)]).minimum(lengths)
     clean = torch.stack((torch.full_like(clean_stop, num_tokens), clean_stop), -1)
     # A clean token's block is in the clean range; padding also sees itself.

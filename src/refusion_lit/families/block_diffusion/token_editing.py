@@ -29,14 +29,14 @@ from refusion_lit.utils.require import require
 
 @dataclass(frozen=True, kw_only=True)
 class TokenEditing(BlockDecoder):
-    """Decodes block by block; a forward fills the block's masks and replaces filled tokens that the model rejects.
+    """Decodes block by block; a forward fills masks in the block and replaces filled tokens that the model rejects.
 
     A forward reads all places of the block except prompt tokens and given tokens, which never change. It fills masks
     more probable than ``mask_threshold``, at least the most probable mask. It also replaces filled tokens if another
-    token is more probable than ``edit_threshold``. At most 16 further forwards edit a block without masks, until a
-    forward replaces nothing. Then the whole block is committed and never changes, so streaming and stop strings see
-    whole blocks. Blocks are counted from position 0, prompt included; attention is block-causal, and the cache of
-    complete blocks is exact.
+    token is more probable than ``edit_threshold``. A block without masks is edited in further forwards, at most 16,
+    until a forward replaces nothing. Then the whole block is committed and never changes. Streaming and stop strings
+    therefore see whole blocks. Blocks are counted from position 0, prompt included. Attention is block-causal, so
+    complete blocks have an exact cache.
 
     Source: the ``generate`` of LLaDA2.1, with ``mask_threshold=0.7, edit_threshold=0.5`` in quality mode and
     ``mask_threshold=0.5, edit_threshold=0`` in speed mode. The pipeline of diffusers adds ``num_steps``, a higher
@@ -48,14 +48,14 @@ class TokenEditing(BlockDecoder):
         mask_threshold: Fill masks whose token is more probable (mask-to-token threshold), in [0, 1].
         edit_threshold: Replace a token by another token that is more probable than this (token-to-token threshold), in
             [0, 1]; the comparison is strict, so 1 replaces nothing.
-        max_post_steps: Maximum number of forwards of a block without masks; stops edits that undo each other.
+        max_post_steps: Maximum number of forwards over a block without masks. It stops edits that undo each other.
         confidence: Distribution of probabilities: ``raw`` (softmax of the logits), ``filtered`` (after top-k and
             top-p), or ``tempered`` (after temperature, top-k and top-p, as in the programs of LLaDA2.1 and diffusers).
             At temperatures below 0.3, tempered probabilities round to 1: masks are filled from left to right, and any
             threshold is passed.
         min_num_filled: Fill at least this many masks per forward (``num_to_transfer`` in LLaDA2.1).
-        num_steps: Steps per block (``num_inference_steps`` in diffusers). A forward fills at least its equal share of
-            the block, and a block whose masks last until the final step is not edited afterwards. ``None``: no limit.
+        num_steps: Steps per block (``num_inference_steps`` in diffusers). A forward fills at least the block divided by
+            the steps. If the final step still fills masks, the block is not edited afterwards. ``None``: no limit.
         stop_at_eos: Stop after the first block with an EOS token, instead of making all blocks.
         stop_in_block: Stop inside a block, too, after a forward that writes an EOS token with no mask before it.
 
@@ -122,7 +122,7 @@ class TokenEditing(BlockDecoder):
             is_last = num_fills == self.num_steps and None not in tokens
             if (is_post and not edited) or is_last or (self.stop_in_block and self._ends(state, tokens, written)):
                 break
-        # Only a text that ends inside the block leaves masks.
+        # Masks are left only if the text ends inside the block.
         final = [(position, token) for position, token in zip(positions, tokens, strict=True) if token is not None]
         state.commit([position - state.prompt_length for position, _ in final], [token for _, token in final])
         state.finished = True not in state.is_masked
@@ -150,12 +150,12 @@ class TokenEditing(BlockDecoder):
 
 @dataclass(frozen=True, kw_only=True)
 class EditableBlockMasked(BlockMasked):
-    """Block diffusion with wrong visible tokens in the noisy copy, which are predicted too.
+    """Block diffusion that also learns to correct wrong visible tokens in the noisy copy.
 
-    Like :class:`BlockMasked`, with two additions. A share of a sample's unmasked response tokens, uniform in
-    [0, ``max_replaced``), is replaced by random other tokens, independently; the target there is the true token. A
-    share of ``kept`` of the right unmasked tokens is predicted as well, so that the model learns to leave them alone.
-    Terms: ``mdm`` as before; ``edit`` and ``keep``, means over their tokens.
+    Like :class:`BlockMasked`, with two additions. First, unmasked response tokens are replaced by random other tokens,
+    independently; their share is uniform in [0, ``max_replaced``), by sample, and the target is the true token. Second,
+    a share ``kept`` of the right unmasked tokens is predicted as well, so that the model learns to leave right tokens
+    alone. Terms: ``mdm`` as in :class:`BlockMasked`; ``edit`` and ``keep``, means over wrong and right tokens.
 
     Source: the streams mask-to-token and token-to-token of LLaDA2.1 (arXiv 2602.08676). The report gives neither rates
     nor weights; the defaults are ours. Deliberate difference: wrong tokens are uniform, while the report also feeds
@@ -163,7 +163,7 @@ class EditableBlockMasked(BlockMasked):
 
     Attributes:
         max_replaced: Upper end of the share of unmasked tokens that are replaced, in [0, 1].
-        kept: Share of the right unmasked tokens that are targets, in [0, 1].
+        kept: Share of right unmasked tokens that are targets, in [0, 1].
         edit_weight: Coefficient of the term ``edit``, at least 0.
         keep_weight: Coefficient of the term ``keep``, at least 0.
 
@@ -185,12 +185,12 @@ class EditableBlockMasked(BlockMasked):
 
     @property
     def traits(self) -> ModelTraits:
-        """Block-causal attention; masks and visible tokens predict the right token of their position."""
+        """Block-causal attention; masks and visible tokens predict the right token at their position."""
         return replace(super().traits, predictions=("mask", "visible"))
 
     @property
     def terms(self) -> Mapping[str, float]:
-        """The terms of masks, of wrong and of right visible tokens."""
+        """The terms for masks, wrong visible tokens and right visible tokens."""
         return {"mdm": 1.0, "edit": self.edit_weight, "keep": self.keep_weight}
 
     def corrupt(
@@ -237,7 +237,7 @@ def other_tokens(
     num_before = torch.searchsorted(banned, tokens.contiguous())
     is_allowed = torch.searchsorted(banned, tokens.contiguous(), right=True) == num_before
     num_drawable = special_tokens.vocab_size - len(banned) - is_allowed.long()
-    # The draw is an index among the ids that remain, in their order: it skips the given id, then the banned ids.
+    # The draw is an index into the allowed ids in ascending order: skip the given id, then the banned ids.
     drawn = (uniform * num_drawable).long()
     drawn = drawn + (is_allowed & (drawn >= tokens - num_before))
     return drawn + torch.searchsorted(banned - torch.arange(len(banned), device=tokens.device), drawn, right=True)

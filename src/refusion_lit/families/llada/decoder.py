@@ -24,12 +24,12 @@ STATISTIC: dict[str, Statistic] = {
     "topk_margin": "margin",
     "entropy": "negative_entropy",
 }
-"""The statistic that ranks masks, by the name of Dream's order; see ``LLaDA.order``."""
+"""The statistic that ranks masks, by Dream's name for the order; see ``LLaDA.order``."""
 _DREAM = ("origin", *STATISTIC)
 _END = 1e-3
 """Time at the end of Dream's schedule."""
 _LOW_TEMPERATURE = 0.3
-"""Below it, probabilities after temperature round to 1 at most places, so that they rank and select nothing."""
+"""Below this temperature, most probabilities after temperature round to 1, and no longer rank masks."""
 
 
 @dataclass(kw_only=True)
@@ -37,7 +37,7 @@ class LLaDAState(RowState):
     """State of LLaDA.
 
     Attributes:
-        schedule: Pairs of a step's block and quota of masks (Dream's orders do not use the quota). A block without
+        schedule: For every step, its block and its quota of masks (Dream's orders ignore the quota). A block without
             masks has no steps.
     """
 
@@ -48,8 +48,8 @@ class LLaDAState(RowState):
 class LLaDA(Decoder):
     """Unmasks the most confident tokens in a fixed number of steps.
 
-    All steps run, as in the released sampler, even if nothing is left to unmask. A block with given tokens has fewer
-    steps, in proportion to its masks.
+    As in the released sampler, all steps run, even if nothing is left to unmask. In a block with given tokens, the
+    number of steps shrinks in proportion to its masks.
 
     Attributes:
         steps: Number of forwards over the whole response; ``None``: as many as tokens.
@@ -57,8 +57,8 @@ class LLaDA(Decoder):
         order: Masks to unmask first (``remasking`` in LLaDA, ``alg`` in Dream). LLaDA: ``low_confidence`` (the most
             probable draft first) or ``random``. Dream: ``origin`` (masks by chance), ``maskgit_plus`` (highest
             probability), ``topk_margin`` (greatest distance between the two highest probabilities) or ``entropy``
-            (lowest entropy); these follow Dream's time schedule, whose early steps may unmask nothing and whose last
-            step unmasks the rest.
+            (lowest entropy). Dream's orders follow a time schedule: early steps may unmask nothing, the last step
+            unmasks the rest.
         confidence: Distribution by which ``maskgit_plus``, ``topk_margin`` and ``entropy`` rank masks: ``raw`` (softmax
             of the logits), ``filtered`` (after top-p and top-k, also at temperature 0), or ``tempered`` (after
             temperature, top-p and top-k, as in Dream's program). At temperatures below 0.3, tempered confidences round
@@ -67,10 +67,10 @@ class LLaDA(Decoder):
             unconditional branch sees a masked prompt and shares the forward. 0: no guidance.
         forbid_eos: Never draw the tokenizer's end-of-sequence token (``logits_eos_inf`` in LLaDA), and leave it out of
             the confidences. Other EOS tokens, such as the end of a turn, may be drawn.
-        eos_confidence_zero: With ``low_confidence``: EOS tokens may be drawn, but with confidence 0; other tokens'
-            confidences are renormalised without EOS tokens (``confidence_eos_eot_inf`` in LLaDA). An EOS token is still
-            unmasked if no other place is left. Above temperature 0 the released option acts on the end of turn only;
-            here it acts on all EOS tokens.
+        eos_confidence_zero: With ``low_confidence``: an EOS token may be drawn, but its confidence is 0, so that it is
+            unmasked only if no other place is left. Other tokens' confidences are renormalised without EOS tokens
+            (``confidence_eos_eot_inf`` in LLaDA). Above temperature 0, the released option acts on the end of turn
+            only; here it acts on all EOS tokens.
         stop_at_eos: Stop once all tokens up to an EOS token are final, instead of running all steps.
         shifted: The model predicts a mask at the position before it (Dream).
 
@@ -120,7 +120,7 @@ class LLaDA(Decoder):
         require(steps % num_blocks == 0, "steps", f"a multiple of the {num_blocks} blocks", steps, "leave it out")
 
     def adapt_to(self, sampling: SamplingParams) -> LLaDA:
-        """Return the decoder with the longest blocks, of at most ``block_length``, that fill the response."""
+        """Return the decoder with blocks that fill the response: as long as possible, at most ``block_length``."""
         length = sampling.max_new_tokens
         if self.block_length is None or length % self.block_length == 0:
             return self
@@ -173,8 +173,8 @@ class LLaDA(Decoder):
         return branch, replace(branch, tokens=unconditional, draft_at=())
 
     def _choose(self, state: LLaDAState, places: Sequence[int], reading: Reading, number: int) -> list[int]:
-        """Return the indices into ``places`` to unmask in the step with this number, from 0."""
-        if self.order in _DREAM:  # the step's share of the remaining masks, all of them in the last step
+        """Return the indices into ``places`` to unmask in step ``number``, counted from 0."""
+        if self.order in _DREAM:  # a share of the remaining masks; in the last step all
             share = time_share(number, state.schedule_length)
             if self.order == "origin":
                 return [i for i, place in enumerate(places) if self._chance(state, number, place) < share]
@@ -185,7 +185,7 @@ class LLaDA(Decoder):
         return most_certain(self.weigh(state, places, confidences), state.schedule[number][1])
 
     def weigh(self, state: RowState, places: Sequence[int], confidences: Sequence[float]) -> Sequence[float]:  # noqa: ARG002
-        """Return the confidences by which masks are ranked; a subclass may change them."""
+        """Return the confidences that rank masks; a subclass may change them."""
         return confidences
 
     def _chance(self, state: RowState, number: int, place: int) -> float:
@@ -207,7 +207,7 @@ def warn_of_low_temperature(decoder: Decoder, sampling: SamplingParams) -> None:
 
 
 def step_quota(num_masks: int, num_steps: int, step: int) -> int:
-    """Return a step's quota of a block's masks: shares are as equal as possible, larger shares first."""
+    """Return how many of a block's masks a step unmasks: shares are as equal as possible, larger shares first."""
     return num_masks // num_steps + (step < num_masks % num_steps)
 
 
@@ -217,7 +217,7 @@ def paced_steps(num_masks: int, num_steps: int, block_length: int) -> int:
 
 
 def time_share(step: int, num_steps: int) -> float:
-    """Return the share of the remaining masks that a step of Dream's schedule unmasks; 1 in the last step.
+    """Return which share of the remaining masks a step in Dream's schedule unmasks; 1 in the last step.
 
     Time runs linearly from 1 to 0.001, the program's ``eps``.
 

@@ -20,22 +20,22 @@ from refusion_lit.utils.require import require
 
 @dataclass(frozen=True, kw_only=True)
 class FastDLLM(Decoder):
-    """Unmasks a block's certain tokens in parallel, block by block, on a bidirectional model.
+    """Unmasks a block's confident tokens in parallel, block by block, on a bidirectional model.
 
-    The caches are approximate: with bidirectional attention a token's KV cache entries depend on later tokens. A
-    forward over the whole canvas refreshes the cache at the start of every block.
+    The caches are approximate: with bidirectional attention a token's KV cache entries depend on later tokens. At the
+    start of every block, a forward over the whole canvas refreshes the cache.
 
     Attributes:
         block_length: Tokens per block; the last block may be shorter. ``None``: a single block, as in Dream's version
             without a cache.
-        threshold: Unmask tokens of at least this confidence, at least 0, and always the most confident token. A value
+        threshold: Unmask tokens with at least this confidence, and always the most confident token. At least 0. A value
             above 1 unmasks a token per forward; 1 may unmask more, because confidences may round to 1.
         factor: Alternative to a threshold: unmask the n most confident tokens while (j + 1)(1 - c_j) <= factor for
             j = 1, ..., n; at least the most confident token.
-        steps: Without threshold and factor: number of forwards over the whole response, shared equally by the blocks; a
-            block needs at most as many as it has tokens. ``None``: as many as tokens. With a threshold (Dream's version
-            without a cache): a step may unmask an equal share of the response and what earlier steps left over; from
-            the last step on, all tokens that reach the threshold.
+        steps: Without threshold and factor: number of forwards for the whole response, divided equally among the
+            blocks; at most a forward per token. ``None``: as many as tokens. With a threshold (Dream's version without
+            a cache): a step may unmask the response divided by the steps, plus the rest that earlier steps left. From
+            the last step on, all tokens that reach the threshold are unmasked.
         order: Definition of confidence. ``low_confidence``: the token's probability (LLaDA). ``maskgit_plus``: the
             probability after temperature, top-p and top-k (Dream with a threshold, ``alg`` ``confidence_threshold``).
             ``entropy``: the negative entropy of the filtered distribution, on Dream's time schedule inside a block
@@ -47,8 +47,8 @@ class FastDLLM(Decoder):
         cache: ``none``; ``prefix`` (tokens before the block are cached; the block and later tokens are recomputed); or
             ``dual`` (only the block is recomputed).
         stop_at_eos: Stop once all tokens up to an EOS token are final.
-        shifted: The model predicts a mask at the position before it (Dream). With a cache, the first forward of a block
-            then unmasks only the block's first token, whose predictor is outside the block.
+        shifted: The model predicts a mask at the position before it (Dream). With a cache, a block's first forward then
+            unmasks only the block's first token, because its predictor is outside the block.
 
     >>> import refusion_lit
     >>> model = refusion_lit.load("tests/goldens/published/models/llada-tiny")
@@ -117,7 +117,7 @@ class FastDLLM(Decoder):
         return state
 
     def _pace(self, sampling: SamplingParams) -> tuple[int, int]:
-        """Return the number of tokens and of steps of a block without given tokens."""
+        """Return a block's numbers of tokens and steps, without given tokens."""
         nominal = self.block_length or sampling.max_new_tokens
         return nominal, nominal if self.steps is None else self.steps // -(-sampling.max_new_tokens // nominal)
 
@@ -127,7 +127,7 @@ class FastDLLM(Decoder):
         return self.shifted and self.cache != "none"
 
     def step(self, state: RowState) -> Steps[None]:
-        """Run a forward and unmask the block's certain tokens."""
+        """Run a forward and unmask the block's confident tokens."""
         length = len(state.tokens)
         size = self.block_length or length
         start = state.is_masked.index(True) // size * size
@@ -158,7 +158,7 @@ class FastDLLM(Decoder):
         state.finished = not any(state.is_masked)
 
     def _branch(self, state: RowState, places: Sequence[int], block: range, *, is_whole: bool) -> Branch:
-        """Return a round's branch: the whole canvas, the block and later tokens, or only the block."""
+        """Return a round's branch: the whole canvas, the block with later tokens, or the block alone."""
         length = state.prompt_length + len(state.tokens)
         first = 0 if is_whole else state.prompt_length + block.start
         last = length if is_whole or self.cache == "prefix" else state.prompt_length + block.stop
@@ -194,7 +194,7 @@ class FastDLLM(Decoder):
             num_steps = max(paced_steps(num_masks, num_steps, nominal), 1 + done)
         if self.order == "entropy":
             return ranked[: int(len(ranked) * time_share(number, num_steps))]
-        # If the first token was unmasked alone, its step is not part of the quota.
+        # A step that unmasked the first token alone does not count.
         num_steps = min(num_steps, num_masks)
         return ranked[: step_quota(num_masks - done, num_steps - done, number - done)]
 

@@ -1,7 +1,7 @@
 """Checkpoint formats of LLaDA, Dream and Open-dLLM.
 
-LLaDA is a Llama with the weight names of OLMo's code. In Dream and Open-dLLM, Qwen2 models, the position before a mask
-predicts it.
+LLaDA is a Llama with the weight names of OLMo's code. Dream and Open-dLLM are Qwen2 models in which the position before
+a mask predicts it.
 """
 
 from __future__ import annotations

@@ -20,20 +20,20 @@ class Masked(Objective):
     """Masks response tokens independently and predicts them from all other tokens, in both directions.
 
     Supervised fine-tuning of LLaDA (arXiv 2502.09992, equation 5): a sample draws t, and its tokens are masked with
-    probability p = (1 - eps) t + eps. A sample's loss is the sum over masked tokens of cross-entropy / p, divided by
-    the response length; the only term, ``mdm``, is the mean over samples. Deliberate difference: LLaDA pads responses
-    with EOS tokens to the longest in the batch; here they are padded to a multiple of ``pad_responses_to``, so that a
+    probability p = (1 - eps) t + eps. A sample's loss sums cross-entropy / p over masked tokens and divides by the
+    response length. The only term, ``mdm``, is the mean over samples. Deliberate difference: LLaDA pads responses with
+    EOS tokens to the longest in the batch; here they are padded to a multiple of ``pad_responses_to``, so that a
     sample's loss does not depend on its batch.
 
     Attributes:
         eps: Smallest mask probability, in (0, 1].
-        pad_responses_to: Lengthen responses to a multiple of this number, at least 1, with EOS tokens that are masked
-            and scored like other tokens. Set it to the canvas length of the decoders, so that the model learns to end
-            on a canvas longer than the answer. ``None``: no lengthening.
+        pad_responses_to: Lengthen responses with EOS tokens to a multiple of this number, at least 1. The EOS tokens
+            are masked and scored like other tokens. Set it to the decoders' canvas length, so that the model learns to
+            end before the canvas does. ``None``: no lengthening.
         shifted: The hidden state at position i - 1 predicts the mask at position i, as in an autoregressive model
             (Dream, arXiv 2508.15487). The first token of a sample without a prompt is then no target.
-        cart_p: Replace 1 / p by Dream's context-adaptive token-level weights (CART, arXiv 2508.15487) of this
-            sharpness, in (0, 1]: a mask weighs more if more clean tokens are near it. ``None``: 1 / p.
+        cart_p: Sharpness, in (0, 1], of Dream's context-adaptive token-level weights (CART, arXiv 2508.15487), which
+            replace 1 / p: a mask weighs more if more clean tokens are near it. ``None``: 1 / p.
 
     >>> import torch
     >>> from refusion_lit.learning.batch import ResponseBatch
@@ -94,7 +94,7 @@ class Masked(Objective):
 
 
 def cart_weights(is_clean: Bool[Tensor, "batch token"], sharpness: float) -> Float[Tensor, "batch token"]:
-    """Return the weight of positions: half the sum, over clean tokens, of p (1 - p)^(distance - 1).
+    """Return the positions' weights: p (1 - p)^(distance - 1), summed over clean tokens and halved.
 
     This is the geometric kernel of CART (Dream, arXiv 2508.15487). Prompt tokens are clean; padding is not.
 

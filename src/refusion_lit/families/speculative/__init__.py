@@ -1,5 +1,5 @@
-"""Lossless self-speculative decoding, with a drafter on a frozen model or with a hybrid model's masks.
+"""Lossless self-speculative decoding with a frozen model's drafter, or with a hybrid model's masks.
 
-The decoder ``SelfSpeculative``, the objectives ``GatedDraft`` and ``BlockDraft`` (DFlash), and the program of exported
-drafters.
+The decoder ``SelfSpeculative``, the objectives ``GatedDraft`` and ``BlockDraft`` (DFlash), and the program that
+exported drafters contain.
 """

@@ -1,4 +1,4 @@
-"""Training of a block drafter (DFlash): blocks of masks after random tokens of a response predict what follows."""
+"""Trains a block drafter (DFlash): blocks of masks after random response tokens predict the tokens that follow."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from refusion_lit.utils.require import require
 class BlockDraft(Objective):
     """Trains a block drafter to predict a frozen causal model's next tokens (``backbone.block_drafter``; DFlash).
 
-    Anchors are drawn at random among the tokens of the response. A block is an anchor and the drafter's masks after it.
-    All tokens of a block see one another and, by hidden states of the frozen model, the text before the anchor. A mask
-    predicts the token at its own position. The frozen model runs once over the text, then the drafter runs over all
-    blocks.
+    Anchors are response tokens drawn at random. A block is an anchor and the drafter's masks after it. All tokens in a
+    block see one another and, through the frozen model's hidden states, the text before the anchor. A mask predicts the
+    token at its own position. The frozen model runs once over the text, then the drafter runs over all blocks.
 
     Train on text that the model generates greedily, so that the targets are the model's tokens. The only term,
     ``draft``, is a mean over all masks inside the response, weighted by ``decay``. Source: DFlash, arXiv 2602.06036.
 
     Attributes:
         num_anchors: Maximum number of anchors in a response, at least 1.
-        decay: Base of the weights, in (0, 1]: mask k has weight decay^(k - 1), because a draft counts only if all
+        decay: Base of the weights, in (0, 1]. Mask k has weight decay^(k - 1), because a draft counts only if all
             earlier drafts are accepted. DFlash's exp(-1 / gamma) is 0.87 for blocks of 16 tokens, 0.78 for 8.
 
     >>> BlockDraft(num_anchors=64).term
@@ -63,12 +62,12 @@ class BlockDraft(Objective):
         device = ids.device
         length = ids.shape[1]
 
-        # The token after an anchor is in the response, too, so that an anchor has something to predict.
+        # The token after an anchor is also in the response, so that every anchor has a token to predict.
         candidates = batch.in_response & (batch.positions + 1 < batch.ends[:, None])
         order = noise.bits("anchor", length)
         chosen = random_subset(order, candidates, torch.full_like(batch.ends, self.num_anchors))
         width = min(max(int(batch.response_lengths.amax().item()) - 1, 1), self.num_anchors)
-        anchors = batch.positions.where(chosen, length).sort(-1).values[:, :width]  # absent ones stand at the end
+        anchors = batch.positions.where(chosen, length).sort(-1).values[:, :width]  # absent anchors stand at the end
         # The masks of an anchor are adjacent.
         anchor = repeat(anchors, "batch anchor -> batch (anchor mask)", mask=len(masks))
         distance = repeat(1 + torch.arange(len(masks), device=device), "mask -> (anchor mask)", anchor=width)

@@ -6,9 +6,9 @@ decode without refusion-lit:
 
     model.generate(ids, custom_generate=DIRECTORY, trust_remote_code=True, draft=DIRECTORY, max_new_tokens=128)
 
-``draft`` is the directory or hub id of the drafter; by default, the model's directory also holds the drafter. A drafter
-consists of mask embeddings, and of adapters of the linear layers that act at masks only. Masks at the end of the text
-draft the tokens after the next token. The model's next-token predictions verify the drafts in the next forward.
+``draft`` is the drafter's directory or hub id; by default the model's directory. A drafter consists of mask embeddings,
+and of adapters for the linear layers that act at masks only. Masks at the end of the text draft the tokens after the
+next token. In the next forward, the model's next-token predictions verify the drafts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def generate(
 
 
 class _Drafter:
-    """Masks and adapters. ``num_masks`` is the number of masks at the end of the next forward's tokens."""
+    """Masks and adapters. ``num_masks`` counts the masks at the end of the next forward's tokens."""
 
     def __init__(self, model: Any, directory: str) -> None:
         files = [cached_file(directory, name, _raise_exceptions_for_missing_entries=False)
@@ -112,7 +112,7 @@ class _Decoding:
         self.banned = [token for token in never - self.eos if token is not None]
 
     def run(self, streamer: Any = None) -> list[int]:
-        """Draft and verify in turn; every forward gives the model's own next token, and all accepted drafts."""
+        """Draft and verify in turn. Every forward gives the model's own next token and all accepted drafts."""
         length = len(self.text)
         drafts = []
         while len(self.text) - length < self.limit:
@@ -160,6 +160,6 @@ class _Decoding:
         )
         logits = output.logits[0].float()
         logits[:, self.banned] = -torch.inf
-        logits[:, self.drafter.vocab_size :] = -torch.inf  # rows of no token
+        logits[:, self.drafter.vocab_size :] = -torch.inf  # rows without a token
         best = logits.argmax(-1).tolist()
         return best[: len(drafts) + 1], best[len(drafts) + 1 :]

@@ -1,9 +1,10 @@
 """Lossless self-speculative decoding: a model's masks draft tokens, and its next-token predictions verify them.
 
 Related: Orthrus (arXiv 2605.12825) and gated LoRA for multi-token prediction (arXiv 2507.11851), which draft with a
-second view of a frozen model. Deliberate differences: a forward has masks after several possible acceptances, so that
-a round may be a single forward. With a temperature, drafts and verification share noise, so that sampled text is the
-same, token for token. Rejection sampling is optional: it accepts more drafts, but preserves only the distribution.
+second view of a frozen model. Deliberate differences: a round may be a single forward, because a forward may have masks
+after several possible numbers of accepted drafts. With a temperature, drafts and verification share noise, so that
+sampled text stays the same, token for token. Rejection sampling is optional: it accepts more drafts, but preserves only
+the distribution.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from refusion_lit.types import ModelTraits, Prompt, SamplingParams, SpecialToken
 from refusion_lit.utils.require import require
 
 Layout = Literal["two_forwards", "single_forward"]
-"""Where a round's masks stand: in a separate forward, or after every possible acceptance of the verification."""
+"""Where masks stand: in a separate forward, or after every possible number of accepted drafts."""
 
 _NEXT_TOKEN = Autoregressive()
 
@@ -36,11 +37,10 @@ _HYBRID_COST_FACTOR = 0.6
 """Discount on ``forward_cost`` for hybrid models, which are trained to draft."""
 
 _NUM_ASSUMED = 8.0
-"""Number of assumed drafts that are averaged with recent drafts: with 4, bad luck would stop drafting too soon."""
+"""Weight of the assumed acceptance rate, in drafts. With 4, bad luck would stop drafting too soon."""
 
 _HALF_LIFE = 32.0
-"""Number of tokens after which a draft counts half. A trial in a text that is hard to draft costs a fifth of a
-forward."""
+"""Number of tokens after which a draft counts half. If a text is hard to draft, a trial costs a fifth of a forward."""
 
 _ADAPTERS = 0.2
 """Cost of a drafter's adapters, as a share of a forward's fixed cost; fits in experiments/lossless are 0.10 to 0.27."""
@@ -59,27 +59,28 @@ class SpeculativeState(DraftState):
 
 @dataclass(frozen=True, kw_only=True)
 class SelfSpeculative(Decoder):
-    """Self-speculative decoder: a forward accepts drafts that equal the sequential decoder's text, and adds a token.
+    """Decodes a model's own text in fewer forwards: a forward accepts right drafts and adds a token.
 
-    On a model with a drafter (:class:`~refusion_lit.objectives.GatedDraft`, or DFlash's,
-    :class:`~refusion_lit.objectives.BlockDraft`) the text is the same as with :class:`Autoregressive`. On hybrid
-    models, with ``slot_size``, it is the text of decoding slots left to right: a slot's first token is read at its
-    mask, other tokens at the token before them.
+    On a model with a drafter (:class:`~refusion_lit.objectives.GatedDraft` or, for DFlash,
+    :class:`~refusion_lit.objectives.BlockDraft`), the text equals the text of :class:`Autoregressive`. On hybrid
+    models, with ``slot_size``, the text equals the text of decoding slots left to right: a slot's first token is
+    predicted at its mask, other tokens at the token before them.
 
-    A forward feeds the pending token, the drafts after it, and groups of masks. A group drafts the tokens that follow
-    if a certain number of drafts is accepted. The texts are equal in exact arithmetic. In floating point, forwards of
-    different shapes round differently, so texts may differ where two tokens are almost equally probable.
+    A forward feeds the pending token, the drafts after it, and groups of masks. There may be a group for every number
+    of drafts that may be accepted; the group drafts the tokens after them. The texts are equal in exact arithmetic. In
+    floating point, forwards with different shapes round differently, so texts may differ where two tokens are almost
+    equally probable.
 
     Attributes:
         num_drafts: Maximum number of drafts verified by a forward; ``None``: the drafter's number of masks, or
             ``slot_size``. A block drafter also takes numbers above the number that it was trained with.
         slot_size: Tokens per slot, for hybrid models; ``None`` for models with a drafter.
         layout: What a forward does. ``two_forwards``: forwards draft and verify in turn. ``single_forward``: every
-            forward verifies and drafts, with a group of masks for every number of drafts that may be accepted, so it
-            computes more positions. ``None``: :func:`cheapest` chooses before every forward, by ``forward_cost`` and
-            the recent acceptance rate; it drafts nothing if drafts save no time. The layout changes the number of
+            forward verifies and drafts, with a group of masks for every number of drafts that may be accepted. It
+            computes more positions. ``None``: before every forward, :func:`cheapest` chooses by ``forward_cost`` and
+            the recent acceptance rate. It chooses no drafts if drafts save no time. The layout changes the number of
             forwards, and with ``coupling: rejection`` also the text. A block drafter allows ``two_forwards`` only.
-        forward_cost: Fixed cost of a forward, divided by the cost of a position: a / b if a forward with n positions
+        forward_cost: A forward's fixed cost, divided by the cost per position: a / b if a forward with n positions
             costs a + b n. ``None``: 32 on CPUs and 256 on accelerators, times a discount (0.32 with a drafter, 0.6 with
             ``slot_size``).
         coupling: Dependence between sampled drafts and verified tokens; without effect at temperature 0.
@@ -97,7 +98,7 @@ class SelfSpeculative(Decoder):
 
     state = SpeculativeState
     shares = "all_but_last"
-    refuses = "it decodes from left to right, and sees no text on the right of a token"
+    refuses = "it decodes from left to right and sees no text to the right"
 
     ranges = {"num_drafts": 0, "slot_size": 1, "forward_cost": "[0, inf)"}
     num_drafts: int | None = None
@@ -119,7 +120,7 @@ class SelfSpeculative(Decoder):
         return ModelRequirements(attention="causal", predictions=("mask", "next_token_in_slot"))
 
     def mismatch_fix(self, traits: ModelTraits) -> str:
-        """Return the advice to set ``slot_size``, if the model only lacks it."""
+        """Return the advice to set ``slot_size``, if the slot size is all that is missing."""
         fits = self.slot_size is None and not replace(self, slot_size=1).requirements().mismatches(traits)
         fix = "Set slot_size to the model's, one of the slot_sizes in its training with the objective Hybrid."
         return fix if fits else super().mismatch_fix(traits)
@@ -132,9 +133,9 @@ class SelfSpeculative(Decoder):
         return super().begin(prompt, sampling, special_tokens)
 
     def step(self, state: SpeculativeState) -> Steps[None]:  # type: ignore[override]
-        """Run a forward: verify the drafts, commit the exact drafts and the token after them, draft the next tokens.
+        """Run a forward: verify drafts, commit the right drafts and the token after them, draft the next tokens.
 
-        Where drafting does not pay, a step is a step of :class:`Autoregressive`, at the same cost.
+        Where drafting does not pay, a step is the same as in :class:`Autoregressive`, at the same cost.
         """
         if self._drafts_block(state.special_tokens):
             return self._block_round(state)
@@ -177,7 +178,7 @@ class SelfSpeculative(Decoder):
     def _block_round(self, state: SpeculativeState) -> Steps[None]:
         """Verify a block's drafts in a forward; then let the drafter draft the next block, if there is room for it.
 
-        As in transformers, a block is whole near the length limit, too, and all of it is verified.
+        As in transformers, a block near the length limit is also whole, and all of it is verified.
         """
         cached = state.num_cached
         text = text_between(state, cached, state.prompt_length + state.num_committed)
@@ -205,13 +206,13 @@ class SelfSpeculative(Decoder):
         return self.slot_size is not None and place % self.slot_size == 0
 
     def _exact(self, place: int, num_drafts: int, main: Reading, groups: dict[int, Reading]) -> list[int]:
-        """Return the sequential decoder's tokens after the anchors; a slot's first token is read at the slot's mask."""
+        """Return the sequential decoder's tokens after the anchors; a slot's mask predicts the slot's first token."""
         following = iter(main.tokens)
         places = range(place, place + num_drafts + 1)
         return [groups[j].tokens[0] if self._starts_slot(p) else next(following) for j, p in enumerate(places)]
 
     def _groups(self, state: SpeculativeState, place: int, num_drafts: int, *, write_at: int) -> dict[int, Branch]:
-        """Return the groups of masks that draft the next tokens, by the number of accepted drafts before the group.
+        """Return the groups of masks that draft the next tokens, keyed by the number of accepted drafts before a group.
 
         A group sees the accepted drafts before it, and no later drafts.
 
@@ -285,7 +286,7 @@ def _commit_drafts(state: SpeculativeState, drafts: Sequence[int], exact: Sequen
     Args:
         state: The prompt's state.
         drafts: Drafts of the tokens after the committed tokens.
-        exact: The sequential decoder's tokens in their places, and the token after them.
+        exact: The sequential decoder's tokens at the drafts' places, and the token after them.
     """
     place = state.num_committed
     accepted = next((j for j, draft in enumerate(drafts) if draft != exact[j]), len(drafts))
@@ -300,9 +301,9 @@ def _commit_drafts(state: SpeculativeState, drafts: Sequence[int], exact: Sequen
 def cheapest(forward_cost: float, adapters: float, acceptance: float, num_masks: int) -> tuple[Layout, int]:
     """Return the layout and number of masks with the lowest cost per token, in positions.
 
-    Every draft is assumed accepted with the same probability a, so that d drafts commit E = a + a^2 + ... + a^d tokens
-    besides the model's next token. Without drafts, a token costs F + 1 positions, where F is a forward's fixed cost.
-    ``two_forwards`` commits E + 2 tokens in two forwards, with d masks in the first and d drafts in the second.
+    Assume that every draft is accepted with the same probability a. Then d drafts commit E = a + a^2 + ... + a^d tokens
+    in addition to the model's next token. Without drafts, a token costs F + 1 positions, where F is a forward's fixed
+    cost. ``two_forwards`` commits E + 2 tokens in two forwards, with d masks in the first and d drafts in the second.
     ``single_forward`` commits E + 1 tokens in a forward, with d drafts, and d masks after all d + 1 acceptances.
 
     Args:

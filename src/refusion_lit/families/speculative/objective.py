@@ -1,4 +1,4 @@
-"""Training of a drafter: masks after many anchors of a text predict the frozen model's next tokens."""
+"""Trains a drafter: masks after many anchors in a text predict the frozen model's next tokens."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class GatedDraft(Objective):
     """Trains a drafter's masks to predict a frozen causal model's next tokens (``backbone.drafter``).
 
     An anchor, at position a, is the prompt's last token or a token of the response. The drafter's K masks follow at
-    positions a+1 to a+K. They see the text up to the anchor and earlier masks of the anchor, but no masks of other
+    positions a+1 to a+K. They see the text up to the anchor and the anchor's earlier masks, but no masks of other
     anchors. The frozen model predicts the token at a+1 from the anchor, so mask k predicts the token at a+1+k. Many
-    anchors of a text are trained together: the frozen model runs once over the text, then the masks of all anchors run
-    in a second pass.
+    anchors are trained together: the frozen model runs once over the text, then all anchors' masks run in a second
+    pass.
 
     Train on text that the model generates greedily, so that the targets are the model's tokens. The only term,
     ``draft``, is a mean over all labelled masks, weighted by ``decay``.
 
     Attributes:
         stride: Distance between anchors in tokens, at least 1; the first anchor is drawn at random.
-        decay: Base of the weights, in (0, 1]: mask k has weight decay^(k - 1), because a draft counts only if all
+        decay: Base of the weights, in (0, 1]. Mask k has weight decay^(k - 1), because a draft counts only if all
             earlier drafts are accepted.
 
     >>> GatedDraft(stride=4).term
@@ -72,7 +72,7 @@ class GatedDraft(Objective):
         anchor = repeat(anchors, "batch anchor -> batch (anchor mask)", mask=len(masks))
         distance = repeat(1 + torch.arange(len(masks), device=device), "mask -> (anchor mask)", anchor=num_anchors)
         positions = anchor.clamp(min=0) + distance
-        # Without a prompt, no token precedes the response to be the first anchor.
+        # Without a prompt, there is no token before the response to be the first anchor.
         is_real = (positions + 1 < batch.ends[:, None]) & (anchor >= 0)
         labels = ids.gather(1, (positions + 1).clamp(max=length - 1)).where(is_real, IGNORE_INDEX)
         weights = (self.decay ** (distance - 1).double()).expand_as(positions).where(is_real, 0.0)
