@@ -1,4 +1,4 @@
-"""Attention by ranges of keys, for training: the mask of flex attention, and sdpa in chunks on CPUs."""
+"""Attention over ranges of keys, for training: flex attention's mask, and sdpa in chunks on CPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from refusion_lit.modeling.devices import to_device
 from refusion_lit.modeling.visibility import AttentionMask, Visibility, ranges_mask
 
 _BLOCK = 128
-"""Queries and keys of a block of flex attention's mask."""
+"""Number of queries, and of keys, in a block of flex attention's mask."""
 
 CHUNK = 128
 """Number of queries whose mask is in memory at once on CPUs."""
@@ -67,9 +67,9 @@ def block_mask(attention: AttentionMask, num_keys: int, device: torch.device) ->
 class RangeMask(Tensor):
     """Ranges [batch, token, range, 2] that ``scaled_dot_product_attention`` takes in place of a mask.
 
-    Attention runs in chunks of queries, each over the keys that some of them see. The backward pass recomputes each
-    chunk's mask and scores, so memory grows linearly with the length, not with its square. transformers passes masks
-    with four axes through unchanged, in every architecture and through gradient checkpointing.
+    Attention runs in chunks of queries; a chunk skips the keys that none of its queries sees. The backward pass
+    recomputes a chunk's mask and scores, so memory grows linearly with the length, not with its square. transformers
+    passes masks with four axes through unchanged, in every architecture and through gradient checkpointing.
     """
 
     @classmethod
@@ -96,7 +96,7 @@ def _attend(
 def _chunk(
     query: Tensor, key: Tensor, value: Tensor, ranges: Int[Tensor, "batch token range 2"], options: dict[str, Any]
 ) -> Tensor:
-    """Compute attention for a chunk of queries; of any size if ``ranges`` has one token for all of them."""
+    """Compute attention for a chunk of queries. If all see the same keys, ``ranges`` may have a single token."""
     used = ranges[ranges[..., 0] < ranges[..., 1]]
     first = int(used[:, 0].min())
     stop = int(used[:, 1].max())

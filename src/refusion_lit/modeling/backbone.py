@@ -1,4 +1,4 @@
-"""Adapter of a transformers causal language model to the :class:`LanguageModel` interface.
+"""Adapts a transformers causal language model to the :class:`LanguageModel` interface.
 
 The adapter refuses models and options that this package would silently compute wrongly.
 """
@@ -36,8 +36,8 @@ class Backbone(nn.Module, LanguageModel):
         model: A model with a body and one plain linear head.
         traits: What the model was trained to do.
         special_tokens: Ids of the tokenizer's special tokens.
-        fused_body: Decode with the faster :class:`~refusion_lit.modeling.fused.body.FusedBody` if the architecture is
-            known. Other architectures, and training, use transformers' forward.
+        fused_body: Decode with the faster :class:`~refusion_lit.modeling.fused.body.FusedBody` if it knows the
+            architecture. Other architectures, and training, use transformers' forward.
         batch_invariant: Decode such that a token's logits do not depend on other tokens of the forward pass.
 
     Raises:
@@ -75,7 +75,7 @@ class Backbone(nn.Module, LanguageModel):
         self.window = sliding_window(text_config)
         self.packed = PackedWeights()
         self.new_token_ids: tuple[int, ...] = ()
-        """Tokens whose rows loading has added to pretrained weights, such as a mask token."""
+        """Tokens whose rows were added to pretrained weights at loading, such as a mask token."""
         self.adapters: Adapters | None = None
         """Options and base model of unmerged low-rank adapters."""
 
@@ -86,7 +86,7 @@ class Backbone(nn.Module, LanguageModel):
 
     @property
     def head(self) -> nn.Linear | ChangedHead:
-        """The LM head, with the architecture's change of its logits."""
+        """The LM head, including the architecture's scaling or softcap of logits."""
         head = self._linear_head
         return head if self._logits_change is None else ChangedHead(head, self._logits_change, head.weight)
 
@@ -101,7 +101,7 @@ class Backbone(nn.Module, LanguageModel):
         return self.head.weight.device
 
     def runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
-        """Return a faster :meth:`hidden_states` for one decode; modules may be replaced between two decodes."""
+        """Return a faster :meth:`hidden_states` for one decode. Modules may be replaced between decodes."""
         fused = self.make_fused_body()
         general = partial(library_states, self.body, self.special_tokens.draft_token_ids, window=self.window)
         run = general if fused is None else dispatch_inference(fused, general)
@@ -142,7 +142,8 @@ class Backbone(nn.Module, LanguageModel):
 
         The costs are constants, so that decoding does not depend on the machine's load. The CPU constant was fitted to
         SmolLM2-135M on one EPYC thread: fits gave 19 to 36, and 10 to 16 on an EPYC without 16-bit products
-        (experiments/lossless). The constant for accelerators is an assumption: reading the weights bounds a pass there.
+        (experiments/lossless). The constant for accelerators is an assumption: there, reading the weights takes most of
+        a pass.
         """
         return 32.0 if self.device.type == "cpu" else 256.0
 
@@ -169,13 +170,13 @@ class Backbone(nn.Module, LanguageModel):
         """Return hidden states from transformers' forward, with gradients, for training.
 
         DDP and FSDP intercept ``forward`` only, so training enters here. Arguments are described in
-        :meth:`LanguageModel.hidden_states`; the last ``num_drafts`` tokens of every row are draft masks, see
+        :meth:`LanguageModel.hidden_states`; the last ``num_drafts`` tokens in every row are draft masks, see
         :func:`~refusion_lit.modeling.drafter.draft_states` and
         :meth:`~refusion_lit.modeling.block_drafter.BlockDrafter.training_states`. The last ``num_canvas`` tokens are a
         canvas, see :meth:`~refusion_lit.modeling.diffusion_gemma.DiffusionGemmaBody.train_states`.
         """
         if torch.is_grad_enabled():
-            # A training step follows, and fused optimizers change weights without raising torch's version counter.
+            # After the training step the weights differ, but fused optimizers do not raise torch's version counter.
             self.packed = PackedWeights()
         known = self.special_tokens.draft_token_ids
         text = input_ids.shape[1] - num_drafts

@@ -1,9 +1,9 @@
-"""Block drafter (DFlash): a small network that drafts a block of tokens from hidden states of a frozen model.
+"""Block drafter (DFlash): a small network that drafts a block of tokens from a frozen model's hidden states.
 
-The network is transformers' assistant ``muse_glimmer_assistant``, so that its directories load here and there. Its keys
-and values come from hidden states of the model's layers; its queries are the last token and a block of masks. The
-context's keys and values therefore depend on one token each. They are stored in the model's own KV cache as further
-layers, at the index of the token, so that everything that moves, copies or overwrites entries applies to both.
+The network is transformers' assistant ``muse_glimmer_assistant``, so its directories also load in transformers. Its
+queries are the last token and a block of masks. Its keys and values are computed from the model's hidden states, token
+by token. They are stored in the model's KV cache as further layers, at the token's index: moving, copying and
+overwriting entries then applies to both networks.
 
 Source: DFlash, arXiv 2602.06036.
 """
@@ -39,26 +39,26 @@ MODEL_TYPE = MuseGlimmerAssistantConfig.model_type
 FOLDER = "drafter"
 """A block drafter's folder in its model's directory."""
 ENTRY = "refusion_lit"
-"""Key of the assistant's config for what transformers does not know: the name and digest of the model."""
+"""Key in the assistant's config for values that transformers does not know: the model's name and digest."""
 _CONFIG = "config.json"
 _OPTIONS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "rms_norm_eps", "rope_parameters", "max_position_embeddings", "sliding_window", "layer_types", "hidden_act",
     "bos_token_id", "eos_token_id", "pad_token_id", "block_size", "mask_token_id", "target_layer_ids",
 )  # fmt: skip
-"""Assistant config options that say what the network computes."""
+"""Options in the assistant's config that define what the network computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDrafterOptions:
-    """Options of a new block drafter. Its widths, heads and rotary embeddings are the model's.
+    """Options of a new block drafter. Widths, heads and rotary embeddings are taken from the model.
 
     Attributes:
-        block_size: Tokens of a block, at least 2: the last token and the masks after it.
-        num_layers: Layers of the drafter, at least 1.
-        target_layer_ids: Layers of the model, from 0, whose outputs the drafter reads. ``None``: as many as the drafter
-            has layers, evenly from the second to the third from the end.
-        config: Options of transformers' ``MuseGlimmerAssistantConfig`` in place of the derived options.
+        block_size: Tokens per block, at least 2: the last token and the masks after it.
+        num_layers: The drafter's number of layers, at least 1.
+        target_layer_ids: Model layers, counted from 0, whose outputs the drafter reads. ``None``: as many layers as the
+            drafter has, spaced evenly from the model's second layer to its third from the end.
+        config: Options of transformers' ``MuseGlimmerAssistantConfig`` that replace the derived options.
     """
 
     ranges = {"block_size": 2, "num_layers": 1}
@@ -105,14 +105,14 @@ class BlockDrafterOptions:
 
 
 def _spread(num_chosen: int, num_layers: int) -> list[int]:
-    """Return layers of a model, evenly from the second to the third from the end."""
+    """Return model layers, spaced evenly from the second to the third from the end."""
     first = min(1, num_layers - 1)
     last = max(num_layers - 3, first)
     return sorted({round(first + i * (last - first) / max(num_chosen - 1, 1)) for i in range(num_chosen)})
 
 
 class BlockDrafter(nn.Module):
-    """Transformers' assistant network with the KV cache of the model that it drafts for.
+    """Transformers' assistant network, with keys and values in the drafted model's KV cache.
 
     Args:
         config: The assistant's config; the caller has checked that it fits the model.
@@ -144,18 +144,18 @@ class BlockDrafter(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        """Layers of the network, and of the KV cache that it needs."""
+        """Number of the network's layers, and of the KV cache layers that it needs."""
         return self.network.config.num_hidden_layers
 
     @property
     def num_masks(self) -> int:
-        """Masks of a block."""
+        """Number of masks in a block."""
         return self.network.config.block_size - 1
 
     def storing_context(
         self, run: Callable[..., Tensor], first_layer: int
     ) -> Callable[..., Float[Tensor, "batch token hidden"]]:
-        """Return a model's forward that also stores the drafter's keys and values of its tokens.
+        """Extend a model's forward: it also stores the drafter's keys and values for its tokens.
 
         Args:
             run: The model's forward; takes a dict as its last argument and fills in the layers' outputs.
@@ -178,7 +178,7 @@ class BlockDrafter(nn.Module):
     def _store(
         self, features: Float[Tensor, "token width"], positions: Int[Tensor, " token"], cache: KVCache, first_layer: int
     ) -> None:
-        """Write the text's keys and values into the cache, where its forward wrote the model's."""
+        """Write the drafter's keys and values for a text into the cache, at the indices of the model's forward."""
         network = self.network
         context = network.encoder(features.to(network.dtype))
         cos, sin = (angles[0, :, None] for angles in network.rotary_emb(context[None], positions[None]))
@@ -192,9 +192,9 @@ class BlockDrafter(nn.Module):
     def draft_runner(
         self, embedding: nn.Module, first_mask: int, first_layer: int
     ) -> Callable[..., Float[Tensor, "batch token hidden"]]:
-        """Return the network's forward over blocks, with the arguments of :meth:`LanguageModel.hidden_states`.
+        """Return the network's forward over blocks; it takes the arguments of :meth:`LanguageModel.hidden_states`.
 
-        An index of the cache must be the position of its token, because sliding layers measure distances by it.
+        A token's cache index must be its position, because sliding layers measure distances by the index.
 
         Args:
             embedding: The model's embedding.
@@ -225,7 +225,7 @@ class BlockDrafter(nn.Module):
         positions: Int[Tensor, "batch token"],
         key_positions: Int[Tensor, "batch key"],
     ) -> dict[str, Tensor]:
-        """Return the masks of full and of sliding layers: a query sees keys at most ``sliding_window`` places away."""
+        """Return masks for full layers, and for sliding layers: keys at most ``sliding_window`` places away."""
         is_near = (positions[:, :, None] - key_positions[:, None]).abs() <= self.network.config.sliding_window
         sliding = visible & is_near
         sliding = sliding.where(sliding.any(-1, keepdim=True), visible)  # padding, which would see nothing
@@ -238,7 +238,7 @@ class BlockDrafter(nn.Module):
         position_ids: Int[Tensor, "batch token"],
         length: int,
     ) -> Float[Tensor, "batch token hidden"]:
-        """Return hidden states of text without gradients, and of the masks after it with the network's gradients.
+        """Return hidden states: for the text without gradients, for masks with the network's gradients.
 
         Args:
             body: The model's body.
@@ -293,7 +293,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssistantConfig:  # noqa: ANN401 - one class per architecture
-    """Return the config of an assistant's directory; refuse a directory that does not fit a model.
+    """Return the config in an assistant's directory; refuse a directory that does not fit the model.
 
     Only configs and the headers of the weights are read.
 
@@ -302,7 +302,7 @@ def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssist
         target: The model's config.
 
     Raises:
-        ValueError: If the files are damaged, tensors are missing, or the drafter is another model's.
+        ValueError: If the files are damaged, tensors are missing, or the drafter belongs to another model.
     """
     folder = Path(directory)
     check_num_layers(_read_config(folder), f"draft: {folder}")
@@ -355,7 +355,7 @@ def _draft_error(place: Path, expected: str, got: str, fix: str) -> ValueError:
 
 
 def check_drafter_vocabulary(directory: str | Path, vocabulary: Mapping[str, int]) -> None:
-    """Refuse a drafter whose directory has a tokenizer with other ids than the model's.
+    """Refuse a drafter whose directory has a tokenizer with different ids.
 
     Args:
         directory: The drafter's directory.
@@ -381,7 +381,7 @@ def check_drafter_vocabulary(directory: str | Path, vocabulary: Mapping[str, int
 
 
 def check_base_weights(body: nn.Module, digest: object, expected: str) -> None:
-    """Refuse a model with other weights than the model that a drafter was trained for.
+    """Refuse a model whose weights differ from the weights that a drafter was trained for.
 
     Args:
         body: The model's body.
@@ -391,7 +391,7 @@ def check_base_weights(body: nn.Module, digest: object, expected: str) -> None:
     Raises:
         ValueError: If the digests differ.
     """
-    actual = weights_digest(body.get_submodule("layers"))  # without the embedding, which may have got rows
+    actual = weights_digest(body.get_submodule("layers"))  # without the embedding: rows may have been added
     # In float16, the weights are rounded, and the digest rounds them again to bfloat16, so that the digest differs.
     is_rounded_twice = any(weight.dtype == torch.float16 for weight in body.parameters())
     got = f"weights {actual}, for which few drafts would be accepted"
@@ -404,11 +404,11 @@ def load_block_drafter(body: nn.Module, directory: str | Path) -> BlockDrafter:
     """Load a directory in transformers' assistant layout.
 
     Args:
-        body: The body of the model that it drafts for.
+        body: The body of the model to draft for.
         directory: The directory.
 
     Raises:
-        ValueError: As :func:`check_block_drafter`, or if the drafter says that it was trained for other weights.
+        ValueError: As :func:`check_block_drafter`, or if the drafter was trained for other weights.
     """
     config = check_block_drafter(directory, body.config)
     entry = getattr(config, ENTRY, None) or {}

@@ -19,7 +19,7 @@ _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continu
 
 
 def get_chat_options(tokenizer: Any) -> dict[str, Any]:  # noqa: ANN401 - a tokenizer of transformers
-    """Return the options with which a tokenizer's chat template is rendered."""
+    """Return the options for rendering a tokenizer's chat template."""
     return dict(tokenizer.init_kwargs.get(CHAT_OPTIONS) or {})
 
 
@@ -43,8 +43,8 @@ def check_chat_options(tokenizer: Any, options: object) -> None:  # noqa: ANN401
     """Refuse options that the chat template does not read, because they would have no effect.
 
     Raises:
-        ValueError: If the options are no mapping, the tokenizer has no chat template, or the template does not read an
-            option, or the option is a part of the conversation.
+        ValueError: If the options are no mapping, the tokenizer has no chat template, the template does not read an
+            option, or an option is a part of the conversation.
     """
     require(isinstance(options, Mapping), CHAT_OPTIONS, "a mapping of names to values", options, "write {NAME: VALUE}")
     assert isinstance(options, Mapping)
@@ -80,7 +80,7 @@ def effort_options(tokenizer: Any, effort: str | None) -> dict[str, Any]:  # noq
 
 
 def find_thought_tags(chat_template: object) -> tuple[str, str]:
-    """Return the tags around a model's thoughts: Mistral's if the chat template has them, otherwise ``<think>``.
+    """Return the tags around a model's thoughts: Mistral's tags if the chat template has them, else ``<think>``.
 
     Args:
         chat_template: The template, or templates by name, as tokenizers have them.
@@ -94,7 +94,7 @@ def join_templates(chat_template: object) -> str:
 
 
 def _names_in(template: str | Mapping[str, str]) -> set[str]:
-    """Return the names that a chat template reads and does not assign, without what transformers gives to all."""
+    """Return the names that a chat template reads from outside, without the names that transformers always sets."""
     sources = [template] if isinstance(template, str) else [*template.values()]
     return set().union(*map(_names_in_source, sources)) - {*PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES}
 

@@ -1,4 +1,4 @@
-"""Transformers configs, built from a model type or from a ``config.json``, and checks of their options.
+"""Builds transformers configs, from a model type or from a ``config.json``, and checks their options.
 
 Models that the backbone would silently compute wrongly are refused.
 """
@@ -37,7 +37,7 @@ _SIZES = (
 )
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NUM_TAKEN = ("num_experts_per_tok", "top_k_experts")
-"""Names of the numbers of experts, all and taken per token."""
+"""Possible names of two options: the number of experts, and the number used per token."""
 _NUM_LAYERS = ("num_hidden_layers", "n_layers")
 _MAX_LAYERS = 10_000
 _ROTARY_RANGES = dict.fromkeys(
@@ -55,17 +55,17 @@ _RANGES: dict[str, int | str] = {
     "initializer_range": "[0, inf)",
     "attention_dropout": "[0, 1]",
 }
-"""Minimum or interval of options that are numbers in every architecture that has them."""
+"""Minimum or interval of options that are always numbers, whatever the architecture."""
 _SWITCHES = ("attention_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "use_qk_norm", "use_sliding_window")
-"""Options that are true or false in every architecture that has them."""
+"""Options that are always true or false, whatever the architecture."""
 _WITH_PARTIAL_ROTARY = ("glm4_moe",)
-"""Bases of published formats that may rotate a part of a head."""
+"""Architectures of published formats that may rotate a part of a head."""
 _FETCH = "fetch config.json again"
 _SUPPORTED = "use a model such as Llama, Qwen2 or Qwen3"
 
 
 def new_config(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401 - one class per architecture
-    """Build a model type's config, whose vocabulary size and special ids default to the tokenizer's.
+    """Build a config from options. Vocabulary size and special ids default to the tokenizer's.
 
     Args:
         options: The config's options, ``model_type`` among them.
@@ -94,7 +94,7 @@ def new_config(options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -
 
 
 def check_num_layers(values: Mapping[str, Any], option: str) -> None:
-    """Refuse a config with more layers than any model has: transformers' configs make lists of this length.
+    """Refuse more layers than any model has, because transformers' configs make lists of that length.
 
     Args:
         values: Contents of ``config.json``.
@@ -119,13 +119,13 @@ def load_config(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:  # noqa: ANN401 - one class per architecture
-    """Build the transformers config of a directory or hub id from the contents of its ``config.json``.
+    """Build the transformers config for a directory or hub id from the contents of its ``config.json``.
 
     Args:
         source: The directory or hub id.
         values: Contents of ``config.json``; empty if there is none.
         overrides: Options to replace.
-        published: Format of the checkpoint, if it is published in another format than transformers'.
+        published: The checkpoint's published format; ``None`` for transformers' format.
         revision: Pinned revision of a hub id.
         trust_remote_code: Allow a source without a known format to run its Python code.
 
@@ -190,7 +190,7 @@ def _convert_published(published: CheckpointFormat, values: Mapping[str, Any], o
             if not hasattr(config, name):
                 raise _unknown_option(name, config)
             setattr(config, name, value)
-    except Exception as error:  # transformers' checks raise errors of their own, explicit nulls among their reasons
+    except Exception as error:  # transformers' checks raise their own errors, for instance for an explicit null
         if isinstance(error, OptionError) or str(error).startswith("backbone."):  # ours, which names the option
             raise
         raise ValueError(
@@ -210,7 +210,7 @@ def _convert_published(published: CheckpointFormat, values: Mapping[str, Any], o
 
 
 def _check_partial_rotary(published: CheckpointFormat, config: Any) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse rotary positions on a part of a head for an architecture that rotates whole heads."""
+    """Refuse rotary positions on a part of a head if the architecture rotates whole heads."""
     if published.base in _WITH_PARTIAL_ROTARY:
         return
     rope = getattr(config, "rope_parameters", None) or {}
@@ -242,10 +242,10 @@ def read_traits(entry: Any, source: str | None) -> ModelTraits:  # noqa: ANN401 
 
 
 def _check_values(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse options that no model can have, and models that are not supported, before weights are read."""
+    """Refuse impossible options and unsupported models before weights are read."""
     config = config.get_text_config()
     check_attention(config)
-    # A config whose layers differ raises an error where their values are read without naming the layer.
+    # If layers differ, a config raises an error when a value is read without naming the layer.
     for layer in config.per_layer_config if getattr(config, "is_heterogeneous", False) else (config,):
         _check_sizes(layer, where)
     _check_experts(config, where)
@@ -281,7 +281,7 @@ def _check_sizes(config: Any, where: str) -> None:  # noqa: ANN401 - one class p
 
 
 def _check_experts(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse numbers of experts from which a router cannot choose; a model without experts may have zeros."""
+    """Refuse numbers of experts from which a router cannot choose. A model without experts may have zeros."""
     most = next((name for name in _NUM_EXPERTS if getattr(config, name, None) is not None), None)
     taken = next((name for name in _NUM_TAKEN if getattr(config, name, None) is not None), None)
     if most is None or taken is None:
@@ -296,12 +296,12 @@ def _check_experts(config: Any, where: str) -> None:  # noqa: ANN401 - one class
 
 
 def _is_from_transformers(config: Any) -> bool:  # noqa: ANN401 - one class per architecture
-    """Return whether a config's class is transformers' own; Python code of a source may know other names."""
+    """Return whether a config's class belongs to transformers; a source's Python code may know other names."""
     return type(config).__module__.startswith("transformers.")
 
 
 def _check_rope(config: Any, overrides: Mapping[str, Any]) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse an override that leaves out the type or base of rotary positions, because it replaces all options."""
+    """Refuse an override without type or base of rotary positions, because it replaces all rotary options."""
     for name in ("rope_parameters", "rope_scaling"):  # transformers takes the second as another name of the first
         if name in overrides:
             rope = config.rope_parameters
@@ -313,9 +313,9 @@ def _check_rope(config: Any, overrides: Mapping[str, Any]) -> None:  # noqa: ANN
 
 
 def _check_rotary(config: Any, where: str) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse rotary options that are no numbers, or by which a text's frequencies depend on its batch (LongRoPE).
+    """Refuse rotary options that are no numbers, or that make frequencies depend on the batch (LongRoPE).
 
-    Equal factors are harmless, and so is a context that never reaches the long factors.
+    LongRoPE is harmless if its factors are equal, or if the context never reaches the long factors.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     groups = [rope, *(group for group in rope.values() if isinstance(group, Mapping))]  # by type of layer, in some
@@ -340,7 +340,7 @@ def _check_rotary(config: Any, where: str) -> None:  # noqa: ANN401 - one class 
 
 
 def freeze_frequencies(body: nn.Module) -> None:
-    """Stop rotary embeddings from changing their frequencies with a batch's longest text.
+    """Keep rotary frequencies independent of the longest text in a batch.
 
     Within the model's context, no frequency changes anyway. Masks beyond the context (a last block or slot) would
     change the whole batch's frequencies.
@@ -356,10 +356,10 @@ def freeze_frequencies(body: nn.Module) -> None:
 
 
 def _check_option_names(options: Mapping[str, Any]) -> None:
-    """Refuse a model type that transformers does not know, and misspelt options, which it would store and not use.
+    """Refuse an unknown model type, and misspelt options, which transformers would store and never use.
 
-    Names that resemble no option of the architecture pass, because architectures accept some options under other
-    names. Configs that transformers wrote pass, too, perhaps in another version.
+    Names that resemble no option of the architecture pass, because some options have further names. Configs that
+    transformers wrote, perhaps in another version, pass, too.
 
     Raises:
         ValueError: Naming the most similar option.
@@ -373,7 +373,7 @@ def _check_option_names(options: Mapping[str, Any]) -> None:
         return
     config = CONFIG_MAPPING[model_type]()
     for name in options:
-        is_token = name.endswith("_token_id")  # these names resemble each other, and ours is new to the architecture
+        is_token = name.endswith("_token_id")  # mask_token_id resembles other ids' names
         if not hasattr(config, name) and not is_token and get_close_matches(name, config.to_dict(), n=1, cutoff=0.8):
             raise _unknown_option(name, config)
 
@@ -387,11 +387,11 @@ def _unknown_option(name: str, config: Any) -> ValueError:  # noqa: ANN401 - one
 
 
 def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a transformers model, or peft's wrapper
-    """Refuse models whose logits or attention :class:`~refusion_lit.modeling.backbone.Backbone` would change.
+    """Refuse models that :class:`~refusion_lit.modeling.backbone.Backbone` would compute wrongly.
 
     Args:
         model: The model.
-        body: Its transformer without the head.
+        body: The model's transformer without the head.
 
     Raises:
         ValueError: With the reason.
@@ -414,7 +414,7 @@ def check_supported(model: Any, body: nn.Module) -> None:  # noqa: ANN401 - a tr
 
 
 def check_attention(config: Any) -> None:  # noqa: ANN401 - one class per architecture
-    """Refuse attention that the masks and the KV cache of parallel decoding would change.
+    """Refuse attention that parallel decoding's masks and KV cache would change.
 
     Args:
         config: The config of a text model.
@@ -449,10 +449,10 @@ def check_attention(config: Any) -> None:  # noqa: ANN401 - one class per archit
 
 
 def sliding_window(config: Any) -> int | None:  # noqa: ANN401 - one class per architecture
-    """Return the number of tokens that layers with sliding-window attention see; ``None`` without such layers.
+    """Return how many tokens layers with sliding-window attention see; ``None`` without such layers.
 
-    A config keeps options that its class does not know, such as Llama's, and the model ignores them. Exports write this
-    function out, so it calls no other function of the package.
+    A config may hold a window that the model ignores, because its class, such as Llama's, does not know the option.
+    Exports write this function out, so it calls no other function of the package.
     """
     is_known = any(hasattr(type(config), name) for name in ("sliding_window", "layer_types"))
     layer_types = getattr(config, "layer_types", None)
@@ -461,7 +461,7 @@ def sliding_window(config: Any) -> int | None:  # noqa: ANN401 - one class per a
 
 
 def learns_positions(model: Any, body: nn.Module) -> bool:  # noqa: ANN401 - a transformers model, or peft's wrapper
-    """Return whether a model has learnt position embeddings: an embedding, besides the tokens', of context length."""
+    """Return whether a model has learnt position embeddings: a second embedding, with a row per position."""
     limit = getattr(model.config, "max_position_embeddings", None)
     embeddings = [module for module in body.modules() if isinstance(module, nn.Embedding)]
     sizes = [module.num_embeddings for module in embeddings if module is not model.get_input_embeddings()]

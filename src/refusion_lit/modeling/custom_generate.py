@@ -2,7 +2,7 @@
 """Decoders as programs for transformers' ``generate(custom_generate=...)``, which run without this package.
 
 The programs are ``refusion/custom_generate.py`` and ``families/speculative/custom_generate.py``. An exported directory
-gets a program as a single file, in which the functions that the program imports from this package are written out. The
+gets a program as a single file. Functions that the program imports from this package are written out in the file. The
 programs share :func:`read_options`, :func:`read_request` and :func:`respond`.
 """
 
@@ -31,7 +31,7 @@ def write_program(package: str, directory: Path) -> None:
 
 
 def program_text(package: str) -> str:
-    """Return a package's program as a single file, with the functions written out that it imports from this package."""
+    """Return a package's program as a single file; functions imported from this package are written out in it."""
     spec = find_spec(f"refusion_lit.{package}.custom_generate")
     assert spec is not None
     text = Path(str(spec.origin)).read_text(encoding="utf-8")
@@ -84,7 +84,7 @@ def read_options(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, A
         kwargs: The arguments of the call.
 
     Raises:
-        ValueError: If an option asks for something that this decoder would have to ignore.
+        ValueError: If the decoder would have to ignore an option.
     """
     known = {"input_ids", "attention_mask", "max_new_tokens", "max_length", "eos_token_id", "bos_token_id", "use_cache",
              "pad_token_id", "tokenizer", "streamer", "transformers_version", "refusion"}  # fmt: skip
@@ -97,10 +97,11 @@ def read_options(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, A
     }  # fmt: skip
     stored = vars(config or model.generation_config)
     options = {name: value for name, value in {**stored, **kwargs}.items() if not name.startswith("_")}
-    # Sampling options that the model itself brings along are no request, unless the call asks to sample.
+    # Sampling options in the model's own config are no request, unless the call asks to sample.
     defaults = {} if options.get("do_sample") else vars(model.generation_config)
     unused = {name for name in sampling - {*kwargs} if options.get(name) == defaults.get(name)}
-    # A server copies the model's do_sample, which then says nothing about a temperature that a request sets beside it.
+    # A server copies the model's do_sample into its requests, so do_sample does not show whether a request set a
+    # temperature.
     is_greedy = options.get("do_sample") is False and ("do_sample" in kwargs or defaults.get("do_sample") is not False)
     unused |= {"temperature"} if is_greedy and options.get("temperature") == 1 else set()
     for name, value in options.items():
@@ -117,7 +118,7 @@ def respond(ids: torch.Tensor, decode: Any, streamer: Any) -> torch.Tensor:
 
     Args:
         ids: The prompt [1, token].
-        decode: Returns the response's tokens; sends them to the streamer that it gets.
+        decode: Takes a streamer, sends the response's tokens to it, and returns them.
         streamer: A streamer of transformers; ``None`` for none.
     """
     if streamer is not None:

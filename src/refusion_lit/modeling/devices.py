@@ -35,7 +35,7 @@ def synchronised_time(device: torch.device) -> float:
 
 
 def first_argmax(logits: Float[Tensor, "position vocab"]) -> Int[Tensor, " position"]:
-    """Return the index of every row's highest value, and the lowest index among ties; NaN counts as the highest.
+    """Return the index of every row's highest value, the lowest index if values tie. NaN counts as the highest.
 
     On CPUs, torch takes several times as long as numpy, which uses vector instructions within a row.
     """

@@ -24,7 +24,7 @@ VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
 
 
 class CanvasAttention(library.DiffusionGemmaDecoderTextAttention):
-    """The decoder's attention, with the canvas's keys and values placed where the masks expect them."""
+    """The decoder's attention, with the canvas's keys and values where the masks expect them."""
 
     def append_to_cache(
         self, past_key_values: Cache, key_states: Tensor, value_states: Tensor
@@ -34,7 +34,7 @@ class CanvasAttention(library.DiffusionGemmaDecoderTextAttention):
 
 
 class TextStates(Cache):
-    """Keys and values of a text in training: the encoder stores them, and passes of the decoder only read them."""
+    """A text's keys and values in training: the encoder stores them, the decoder only reads them."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -59,8 +59,7 @@ class TextStates(Cache):
 class DiffusionGemmaBody(library.DiffusionGemmaModel):
     """Encoder and decoder without the vision tower.
 
-    :meth:`forward` is a pass of the encoder, with the arguments of any transformer; :meth:`canvas_states` is a pass of
-    the decoder.
+    :meth:`forward` runs the encoder, with the arguments of any transformer; :meth:`canvas_states` runs the decoder.
     """
 
     def __init__(self, config: Any) -> None:  # noqa: ANN401 - transformers' class
@@ -72,7 +71,7 @@ class DiffusionGemmaBody(library.DiffusionGemmaModel):
 
     @property
     def window(self) -> int:
-        """Number of tokens that layers with a sliding window see."""
+        """Number of tokens seen by layers with a sliding window."""
         config: Any = self.config
         return config.text_config.sliding_window
 
@@ -104,11 +103,11 @@ class DiffusionGemmaBody(library.DiffusionGemmaModel):
 
         Args:
             input_ids: The canvases' tokens.
-            position_ids: Their positions in the text.
-            attention_mask: What they see: the text, and the whole canvas. Layers with a sliding window see the last
-                ``window - 1`` tokens of the text, from every place of the canvas.
+            position_ids: The canvas tokens' positions in the text.
+            attention_mask: What canvases see: the text and the whole canvas. In layers with a sliding window, every
+                canvas token sees the text's last ``window - 1`` tokens.
             cache: The text's keys and values.
-            signal: Soft embeddings of the previous step's prediction; ``None``: zeros, as in the first step.
+            signal: Soft embeddings from the previous step's prediction; ``None``: zeros, as in the first step.
         """
         decoder: Any = self.decoder
         masks = layer_masks(self, attention_mask, position_ids, self.window)
@@ -149,8 +148,8 @@ class DiffusionGemmaBody(library.DiffusionGemmaModel):
             head: Maps hidden states to logits.
             input_ids: Texts, then canvases.
             position_ids: Positions in the text.
-            visible: What the tokens see; texts are read causally, whatever is stated.
-            num_canvas: Number of tokens of a canvas.
+            visible: What the tokens see. Texts are always read causally.
+            num_canvas: Number of tokens per canvas.
             is_conditioned: Rows with self-conditioning; the others get zeros.
         """
         num_text = input_ids.shape[1] - num_canvas
@@ -166,7 +165,7 @@ class DiffusionGemmaBody(library.DiffusionGemmaModel):
 
 
 class DiffusionGemmaForBlockDiffusion(library.DiffusionGemmaForBlockDiffusion):
-    """Transformers' model of the same name, so that saved configs name it, without the vision tower."""
+    """Transformers' model without the vision tower. It has the same name, which saved configs contain."""
 
     _keys_to_ignore_on_load_unexpected = [rf"^{prefix}" for prefix in VISION]
 

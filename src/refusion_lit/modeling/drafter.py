@@ -1,9 +1,9 @@
-"""Drafter: low-rank adapters and learnt mask embeddings with which a frozen model drafts several tokens ahead.
+"""Drafter: low-rank adapters and learnt mask embeddings that let a frozen model draft several tokens ahead.
 
-:class:`Drafter` is trained in transformers' forward; :class:`DraftMasks` is its form in the fused backbone.
+:class:`Drafter` is trained in transformers' forward; :class:`DraftMasks` runs it in the fused backbone.
 
-The adapters act at mask positions only, so ordinary tokens go through the untouched model and its KV cache entries stay
-exact. Related: gated LoRA for multi-token prediction, arXiv 2507.11851.
+The adapters act at mask positions only. Ordinary tokens go through the untouched model, so KV cache entries stay exact.
+Related: gated LoRA for multi-token prediction, arXiv 2507.11851.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DrafterOptions:
     """Options of a drafter.
 
     Attributes:
-        num_masks: Number of mask embeddings, K, at least 1: so many tokens are drafted after the next token.
+        num_masks: Number of mask embeddings, K, at least 1, and of tokens drafted after the next token.
         rank: Rank of the adapters, at least 1.
         alpha: The adapters are scaled by alpha / rank, as in LoRA.
     """
@@ -73,7 +73,7 @@ class DrafterOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterOrigin:
-    """A drafter's options and the model that it was trained for.
+    """A drafter's options, and the model for which it was trained.
 
     Attributes:
         options: The options.
@@ -101,7 +101,7 @@ class DrafterOrigin:
 
 
 class Drafter(nn.Module):
-    """Adapters y = W x + scale * up (down x) of the linear layers in a body's blocks, and an embedding per mask.
+    """Adapters y = W x + scale * up (down x) for the linear layers in a body's blocks, and an embedding per mask.
 
     The adapters' updates start at zero. The masks' embeddings start as the mean of the model's embeddings.
 
@@ -141,7 +141,7 @@ class Drafter(nn.Module):
 
     @contextmanager
     def adapt(self, body: nn.Module) -> Iterator[None]:
-        """Context manager in which the adapters act on every token; gradients reach the adapters, not the body."""
+        """Let the adapters act on every token inside the context. Gradients reach the adapters, not the body."""
 
         def hook(name: str) -> Any:  # noqa: ANN401 - a hook of torch
             def add(_module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def draft_states(
     length: int,
     first: int,
 ) -> Float[Tensor, "batch token hidden"]:
-    """Return the hidden states of a text, and of the draft masks after it. Only the drafter gets gradients.
+    """Return hidden states for a text and the draft masks after it. Only the drafter gets gradients.
 
     The text runs first, causally and without the drafter. The draft masks then see the text through the KV cache.
 
@@ -174,7 +174,7 @@ def draft_states(
         drafter: The model's drafter.
         input_ids: The text, then draft masks.
         position_ids: The tokens' positions.
-        visible: What the tokens see, as a matrix or as ranges of tokens. Only the draft masks' part is read.
+        visible: What tokens see, as a matrix or as ranges of tokens. Only the draft masks' part is read.
         length: Number of tokens in the text.
         first: Id of the first draft mask.
     """
@@ -219,7 +219,7 @@ def load_drafter(body: nn.Module, directory: str | Path) -> Drafter | BlockDraft
     """Load a drafter that :func:`~refusion_lit.modeling.saving.save_drafter` wrote, or an assistant of transformers.
 
     Args:
-        body: The body of the model that the drafter was trained for.
+        body: The body of the drafter's model.
         directory: The drafter's directory.
 
     Raises:
@@ -268,7 +268,7 @@ def _no_drafter(path: Path, error: Exception) -> ValueError:
 
 
 def _linears(body: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers that drafters adapt, by their names in the body with dashes for dots.
+    """Return the linear layers to adapt, keyed by their names in the body with dashes for dots.
 
     Raises:
         ValueError: If the body has no such layer.
@@ -309,9 +309,10 @@ class DraftMasks:
 
     @cached_property
     def layers(self) -> list[dict[str, list[tuple[Tensor, Tensor]]]]:
-        """The adapters, by block and by part in ``_FUSED_PARTS``: pairs of matrices [input, rank] and [rank, output].
+        """The adapters by block and part (``_FUSED_PARTS``): pairs of matrices [input, rank] and [rank, output].
 
-        They are made for the first draft mask: this takes as long as a forward, and many decodes have no draft masks.
+        They are made when the first draft mask is fed: making them takes as long as a forward, and many decodes have no
+        draft masks.
         """
         is_low = self.embedding.device.type == "cpu" and self.embedding.dtype.itemsize < 4
         dtype = torch.float32 if is_low else self.embedding.dtype
@@ -345,8 +346,8 @@ class DraftGate:
     Attributes:
         drafts: The weights.
         is_mask: Whether a token is a draft mask [token, 1].
-        rows: The draft masks' indices among the tokens, a slice if they are consecutive. On accelerators, all indices:
-            the adapters are computed for all tokens, so that the host need not wait for the indices.
+        rows: The draft masks' indices among the tokens, a slice if they are consecutive. Accelerators compute the
+            adapters for all tokens, so that the host need not wait for the indices: there, all indices.
     """
 
     drafts: DraftMasks
@@ -363,7 +364,7 @@ class DraftGate:
     def add(
         self, layer: int, part: str, x: Float[Tensor, "token input"], output: Float[Tensor, "token output"]
     ) -> None:
-        """Add the adapters' updates to linear layers' output, in place, for draft masks only."""
+        """Add the adapters' updates to the output of linear layers, in place, for draft masks only."""
         adapters = self.drafts.layers[layer][part]
         x = x[self.rows].to(adapters[0][0].dtype)
         update = torch.cat([x @ down @ up for down, up in adapters], -1).to(output.dtype)

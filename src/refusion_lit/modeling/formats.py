@@ -14,13 +14,13 @@ from refusion_lit.types import AttentionKind, ModelTraits, Prediction
 from refusion_lit.utils.require import require, require_choice
 
 _NOT_CARRIED = {"architectures", "auto_map", "model_type", "transformers_version", "_name_or_path", "_commit_hash"}
-"""Options of a published config that describe the authors' classes, not the architecture."""
+"""Options in published configs that describe the authors' classes, not the architecture."""
 
 _NUMBER = "{}"
 
 
 CARRIED = ("decoder", "prompt_template")
-"""What an exported config in a published format may have in its entry ``refusion_lit``."""
+"""Keys that an exported config in a published format may have in its entry ``refusion_lit``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ class ServingProgram:
         name: The program's name.
         command: Command line, with ``{model}`` for the directory and ``{block_size}``.
         block_size: The only block size that the program decodes with; ``None``: any.
-        mask_token_id: The mask token that the program uses, whatever the config says; ``None``: the model's.
-        values: Config options with the only values that the program loads or computes.
+        mask_token_id: The mask token that the program uses, whatever the config says; ``None``: the model's mask token.
+        values: Config options with the only values that the program supports.
     """
 
     name: str
@@ -44,23 +44,25 @@ class ServingProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportLayout:
-    """What a format's exported config holds, beside the architecture's own options.
+    """Contents of a format's exported config, in addition to the architecture's options.
 
     Attributes:
         repository: Hub repository with the authors' classes, for ``auto_map``; ``None``: no repository has them.
-        classes: The authors' classes by transformers' automatic class: ``auto_map`` without the repository.
+        classes: The authors' classes, keyed by transformers' automatic class: ``auto_map`` without the repository.
         architecture: Name in ``architectures``; ``None`` if it is not known.
-        options: Options to write, by transformers' names, beside ``COMMON_OPTIONS``.
-        omitted: Options of ``COMMON_OPTIONS`` that the family's config does not have.
-        constants: Options with values that are always the same, beside the format's ``required`` options.
+        options: Options to write in addition to ``COMMON_OPTIONS``, by transformers' names.
+        omitted: Options in ``COMMON_OPTIONS`` that the family's config lacks.
+        constants: Options with constant values, in addition to the format's ``required`` options.
         supported: Transformers' options with the values that the family's classes compute.
-        absent_weights: Ends of names of transformers' weights that the family's classes do not have.
-        bases: Architectures of transformers that the family has, where there is more than ``base``.
+        absent_weights: Endings of weight names in transformers that the family's classes lack.
+        bases: The family's architectures in transformers, if there are others than ``base``.
         decoder_names: The authors' names of the decoder's options, for the generation config.
-        decoder_values: The authors' values of options by ours, where they differ or are not all known to the authors.
-        generation: Further entries of the generation config, for the format's decoder; its set options replace them.
-        has_index: Whether a program reads ``model.safetensors.index.json``, so that a single file needs it, too.
-        engines: Programs that serve models of the format.
+        decoder_values: The authors' option values, keyed by ours, where they differ or the authors do not know all of
+            ours.
+        generation: Further entries in the generation config, for the format's decoder. The decoder's set options
+            replace them.
+        has_index: Whether programs need ``model.safetensors.index.json`` even for a single file.
+        engines: Programs that serve models in the format.
     """
 
     repository: str | None
@@ -84,39 +86,38 @@ COMMON_OPTIONS = (
     "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
     "rms_norm_eps", "rope_scaling", "rope_theta", "tie_word_embeddings", "vocab_size",
 )  # fmt: skip
-"""Options that the configs of most families have."""
+"""Options in most families' configs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFormat:
-    """Checkpoint format of a model family, declared as values.
+    """A model family's checkpoint format, declared as values.
 
-    The family's architecture exists in transformers under other names, so that the family's checkpoints load without
-    the Python code in their repositories.
+    The family's architecture exists in transformers under other names. Checkpoints therefore load without the Python
+    code in their repositories.
 
     Attributes:
         name: Name in options (``--checkpoint_format``) and messages.
         family: The format's models, for messages and documentation.
-        model_type: ``model_type`` in the family's ``config.json``; ``None`` if the name is transformers' too, so that
-            users must name the format.
-        source_pattern: Pattern of hub ids and directory names, in lower case, of a family whose ``model_type`` another
-            family has, too.
-        base: Architecture of transformers that computes the same function.
-        config_names: Names of options by transformers' names, where they differ.
+        model_type: ``model_type`` in the family's ``config.json``; ``None`` if transformers uses the same name. Users
+            must then name the format.
+        source_pattern: Pattern for hub ids and directory names, in lower case, if families share a ``model_type``.
+        base: The architecture in transformers that computes the same function.
+        config_names: The family's names of options, keyed by transformers' names, where they differ.
         required: Options with the values that transformers' architecture supports; checked if the config has them.
             Exports write the first value, unless it is ``None``.
-        dropped: Further options of the family's classes that transformers' config must not get.
+        dropped: Further options that transformers' config must not get.
         weight_names: Pairs of weight name prefixes, transformers' and the family's; ``{}`` is a layer's number. Empty
-            if all names are equal. Several weights of transformers with one published name are rows of that tensor, in
-            the order given here. Experts need no entry: transformers stacks and splits them.
+            if all names are equal. If several transformers weights have the same published name, they are rows of that
+            tensor, in this order. Experts need no entry: transformers stacks and splits them.
         attention: Attention pattern.
         predictions: Meaning of the logits.
         block_size: Tokens per block, for block-causal attention.
         block_size_option: Config option that overrides ``block_size``.
-        mask_tokens: The mask token's texts, for families whose config and tokenizer do not name it.
-        has_mask: Whether the family has a mask token; without, the tokenizer gets none.
+        mask_tokens: Possible texts of the mask token, if neither config nor tokenizer names it.
+        has_mask: Whether the family has a mask token. If not, the tokenizer gets none.
         draws_padding: Whether padding is a token that the model predicts.
-        end_tokens: Texts of further tokens that end a response.
+        end_tokens: Further tokens that end a response, as texts.
         slow_tokenizer: Transformers class that reads the tokenizer's files, if the published tokenizer is Python code.
         decoder: Name of the decoder class that the authors publish.
         decoder_options: Options of the decoder; loading adds the block size.
@@ -161,7 +162,7 @@ class CheckpointFormat:
         return ModelTraits(attention=self.attention, block_size=size, predictions=self.predictions)
 
     def library_options(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a published config to the options of transformers' config, with traits and default decoder.
+        """Convert a published config to transformers' options, with traits and default decoder.
 
         Raises:
             ValueError: If the config needs something that the architecture of transformers lacks.
@@ -191,14 +192,14 @@ class CheckpointFormat:
 
     @property
     def key_mapping(self) -> dict[str, str]:
-        """Transformers' names of weights by patterns of the family's (``key_mapping`` in ``from_pretrained``)."""
+        """Transformers' weight names by patterns of the family's names (``key_mapping`` in ``from_pretrained``)."""
         fused = self.fused_weights
         renamed = [(ours, theirs) for ours, theirs in self.weight_names if theirs not in fused]
         return {f"^{_pattern(theirs)}": ours.replace(_NUMBER, r"\1") for ours, theirs in renamed}
 
     @property
     def fused_weights(self) -> dict[str, list[str]]:
-        """Transformers' weights, in order, whose rows the family stores in one tensor, by the tensor's name."""
+        """For every tensor that joins several weights' rows: transformers' names of the weights, in order."""
         parts: dict[str, list[str]] = {}
         for ours, theirs in self.weight_names:
             parts.setdefault(theirs, []).append(ours)
@@ -209,7 +210,7 @@ class CheckpointFormat:
         return self.locate(name)[0]
 
     def locate(self, name: str) -> tuple[str, int]:
-        """Return the family's name of a weight for transformers', and the weight's rank among fused weights."""
+        """Translate a weight's transformers name to the family's; also return its rank among fused weights."""
         for rank, (ours, theirs) in enumerate(self.weight_names):
             match = re.match(_pattern(ours), name)
             if match is not None:
@@ -222,7 +223,7 @@ def _pattern(prefix: str) -> str:
 
 
 FORMATS: dict[str, CheckpointFormat] = {}
-"""Formats of published checkpoints by name. Others load where transformers knows their architecture."""
+"""Formats of published checkpoints by name. Other checkpoints load if transformers knows the architecture."""
 
 
 def register(published: CheckpointFormat) -> None:

@@ -1,4 +1,4 @@
-"""FSDP2: shards a backbone's weights over processes, and gathers them for decoding."""
+"""FSDP2: shards a backbone's weights across processes, and gathers them for decoding."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shard(backbone: Backbone, mesh: DeviceMesh, *, compute_dtype: torch.dtype | 
 def gather(backbone: Backbone) -> None:
     """Gather all weights of a sharded backbone on every process permanently.
 
-    Decoding needs it: processes decode different prompts in different numbers of forwards, so gathering weights in each
+    Decoding needs whole weights: processes make different numbers of forwards, so that gathering weights in every
     forward would deadlock. All processes must call this function together.
     """
     assert isinstance(backbone, FSDPModule)

@@ -19,8 +19,8 @@ class TextLimits:
 
     Attributes:
         max_positions: Length of the context; ``None`` if it has no limit.
-        window: Number of tokens that layers with a sliding window see, which limits the length of texts that are not
-            computed in text order; ``None`` without such layers.
+        window: Number of tokens seen by layers with a sliding window; ``None`` without such layers. It limits texts
+            whose tokens are not computed in text order.
     """
 
     max_positions: int | None = None
@@ -37,13 +37,13 @@ class TextLimits:
 
 
 class LanguageModel(TextLimits, ABC):
-    """A transformer body and a linear head; separate calls allow computing logits at the requested positions only.
+    """A transformer body and a linear head. They are called separately, so that logits are computed only where needed.
 
     Attributes:
         traits: What the model was trained to do.
-        special_tokens: Its special ids.
+        special_tokens: The tokenizer's special ids.
         image_token_ids: Ids that stand for images, which are not read.
-        learns_positions: Whether no position beyond its context can be computed, as with learnt position embeddings.
+        learns_positions: Whether positions beyond the context cannot be computed, as with learnt position embeddings.
     """
 
     traits: ModelTraits
@@ -68,9 +68,9 @@ class LanguageModel(TextLimits, ABC):
         Args:
             input_ids: Tokens in sequence order.
             position_ids: Position of each token in the final text; need not be monotonic.
-            attention_mask: The keys that tokens see. Keys are the tokens or, with a cache, the cache's entries, to
-                which the tokens are written first. Without a cache, it may also be ranges without spans, or ``None``
-                for causal attention over the sequence.
+            attention_mask: The keys that tokens see. Without a cache, keys are the tokens. With a cache, keys are the
+                cache's entries; the tokens are written there first. Without a cache, the mask may also be ranges
+                without spans, or ``None`` for causal attention over the sequence.
             cache: A cache after :meth:`KVCache.prepare`.
         """
         return self.runner()(input_ids, position_ids, attention_mask, cache)
@@ -90,7 +90,7 @@ class LanguageModel(TextLimits, ABC):
     def canvas_runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]]:
         """Return a function for canvases: :meth:`hidden_states` with a further argument, the ``signal``.
 
-        The signal has the :meth:`soft_embeddings` of the previous step's predictions, zeros where there are none. A
+        The signal contains :meth:`soft_embeddings` for the previous step's predictions, or zeros without predictions. A
         model without self-conditioning ignores it.
         """
         run = self.runner()
@@ -101,12 +101,12 @@ class LanguageModel(TextLimits, ABC):
         return None
 
     def draft_runner(self) -> Callable[..., Float[Tensor, "batch token hidden"]] | None:
-        """Return the forward of a drafter with layers of its own, like :meth:`runner`; ``None`` without one."""
+        """Return a block drafter's forward, like :meth:`runner`; ``None`` without a block drafter."""
         return None
 
     @property
     def forward_cost(self) -> float:
-        """Fixed cost of a forward pass in positions of a row: a / b for a cost of a + b * positions."""
+        """Fixed cost of a forward pass, in positions per row: a / b if a pass costs a + b * positions."""
         return 32.0
 
     @abstractmethod

@@ -1,8 +1,8 @@
 """Preallocated KV cache with a storage region per row.
 
 A *cache index* is the index of a token's keys and values in its row's storage. It is not the token's position in the
-text: committing, cropping and reordering only move entries. A forward pass declares in advance the indices to which its
-tokens are written; the attention mask defines which entries a query sees.
+text: committing, cropping and reordering only move entries. Before a forward pass, the caller declares the indices to
+which the tokens are written. The attention mask defines which entries a query sees.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class KVCache:
             least 128).
 
     Attributes:
-        sequences: Storage rows by sequence in the prepared forward pass; a row may serve several sequences.
+        sequences: The storage row of every sequence in the prepared forward pass. A row may serve several sequences.
         rows: ``sequences`` as a tensor; ``slice(None)`` if the sequences are all rows in order.
         num_keys: The forward pass attends to the first ``num_keys`` entries of its rows, under its mask.
         source_index: Flat indices (sequence times padded length plus offset) of the tokens to store; ``None`` stores
@@ -116,7 +116,7 @@ class KVCache:
 
         Args:
             row: Storage row.
-            indices: Cache indices to keep; a leading run that is already in place is not moved.
+            indices: Cache indices to keep. Entries at the start that are already in place are not moved.
             num_leading: Number of leading entries that stay in place.
         """
         start = next((i for i, index in enumerate(indices) if index != num_leading + i), len(indices))

@@ -1,4 +1,4 @@
-"""Backbones from a config with random weights, or from the weights of a Hugging Face directory or hub id."""
+"""Builds backbones: from a config with random weights, or from a Hugging Face directory or hub id."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ second thread, the replacements."""
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan(TextLimits):
-    """What config and tokenizer say about a model whose weights are not read yet, for checks.
+    """A model's config and tokenizer, for checks before weights are read.
 
     Attributes:
         max_positions: See :class:`~refusion_lit.modeling.interface.TextLimits`.
         window: See there.
         traits: What the model was trained to do.
         tokenizer: The tokenizer.
-        entry: The entry ``refusion_lit`` of the config, which may name a decoder.
+        entry: The config's entry ``refusion_lit``, which may name a decoder.
         prompt_template: Turns a query into a prompt if the tokenizer has no chat template.
         has_drafter: Whether the model gets a drafter.
     """
@@ -58,12 +58,12 @@ class ModelPlan(TextLimits):
 
 
 CheckPlan = Callable[[ModelPlan], None]
-"""Raises an error for users if a model does not fit what a program wants to do with it."""
+"""Raises an error for users if a model does not fit the caller's purpose."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackboneConfig:
-    """Options of a backbone: where its weights come from, and how they are trained and decoded.
+    """Options of a backbone: the source of its weights, and how they are trained and decoded.
 
     Attributes:
         source: A local Hugging Face directory or a hub id to load weights from; ``None`` for random weights.
@@ -73,20 +73,20 @@ class BackboneConfig:
         revision: A hub id's pinned revision.
         checkpoint_format: The source's published format (see :data:`~refusion_lit.modeling.formats.FORMATS`);
             ``None`` derives the format from ``model_type``.
-        attention: Attention pattern; ``None`` takes the pattern in the source's config, causal by default. ``fit``
-            trains with the objective's pattern and refuses another pattern.
+        attention: Attention pattern; ``None``: the pattern in the source's config, causal by default. ``fit`` trains
+            with the objective's pattern and refuses others.
         block_size: Number of tokens in a block, with ``attention: block_causal``.
         dtype: Type of the weights; ``auto``: see :func:`decoding_dtype`.
         attn_implementation: Implementation of attention (``attn_implementation`` in transformers).
             ``flex_attention`` is for training on GPUs; the fused backbone then decodes with ``sdpa``. With ``sdpa``,
-            architectures that transformers computes without it, such as Gemma 2, use ``eager``.
+            architectures that lack it in transformers, such as Gemma 2, use ``eager``.
         fused_body: Decode with the fused backbone if it supports the architecture (Qwen2, Qwen3, Llama with
             ``attn_implementation: sdpa`` or ``flex_attention``, weights neither adapted nor quantised nor sharded). The
             hidden states are equal up to rounding, and small models decode about twice as fast. Training and
             checkpoints do not depend on this option.
         batch_invariant: Decode so that a token's logits are bitwise identical alone, in a batch, and together with
-            drafts, in every type. For CPUs, the architectures of ``fused_body`` with widths that are multiples of 32,
-            and ``attn_implementation: sdpa``; slower (see Speed in the documentation).
+            drafts, in every type. Slower (see Speed in the documentation), and for CPUs only. It needs an architecture
+            of ``fused_body``, widths that are multiples of 32, and ``attn_implementation: sdpa``.
         gradient_checkpointing: Recompute activations in the backward pass to save memory.
         lora: Train low-rank adapters instead of all weights.
         drafter: Freeze the model and train a drafter for it, with the objective ``GatedDraft``.
@@ -232,7 +232,7 @@ class BackboneConfig:
         return backbone
 
     def _check_shared_weights(self, *, is_sharded: bool) -> None:
-        """Refuse low-rank adapters and sharding for a model whose encoder and decoder share weights."""
+        """Refuse low-rank adapters and sharding if the model's encoder and decoder share weights."""
         expected = "null for a model whose encoder and decoder share weights"
         require(self.lora is None, "backbone.lora", expected, self.lora, "train all weights")
         expected = "a strategy with whole weights for a model whose encoder and decoder share weights"
@@ -240,7 +240,7 @@ class BackboneConfig:
 
 
 def _choose_traits(options: BackboneConfig, config: Any, tokenizer: PreTrainedTokenizerBase) -> ModelTraits:  # noqa: ANN401 - one class per architecture
-    """Return what the config says that the weights were trained to do, with the options' attention pattern."""
+    """Return the weights' traits by the config, with the attention pattern in the options."""
     traits = read_traits(getattr(config, "refusion_lit", None) or {}, options.source)
     if options.attention is not None:
         traits = replace(
@@ -250,7 +250,7 @@ def _choose_traits(options: BackboneConfig, config: Any, tokenizer: PreTrainedTo
             prompt_is_block=traits.prompt_is_block and options.attention == "block_causal",
         )
     if options.source is not None and traits.predictions is None and mask_is_untrained(tokenizer):
-        return replace(traits, predictions=("next_token",))  # nobody has trained the weights for masks
+        return replace(traits, predictions=("next_token",))  # the weights were never trained for masks
     return traits
 
 
@@ -277,11 +277,11 @@ def _make_drafter(
 
 
 def attach(backbone: Backbone, drafter: Drafter | BlockDrafter) -> None:
-    """Give a backbone a drafter, whose masks get the ids after the embedding's last row.
+    """Give a backbone a drafter. The drafter's masks get the ids after the embedding's last row.
 
     Raises:
-        ValueError: If the model decodes with transformers' forward, which cannot apply adapters to masks only, or, with
-            a block drafter, cannot compute positions beyond its context, where the last block may end.
+        ValueError: If the model decodes with transformers' forward, which cannot apply adapters to masks only. With a
+            block drafter: if the model cannot compute positions beyond its context, where the last block may end.
     """
     is_block = isinstance(drafter, BlockDrafter)
     fits = not (is_block and backbone.learns_positions)
@@ -303,7 +303,7 @@ def default_device() -> str:
 
 
 def decoding_dtype(config: Any, device: str | torch.device) -> DType:  # noqa: ANN401 - one class per architecture
-    """Return the default type to decode in: the type that the config states.
+    """Return the default type for decoding: the type in the config.
 
     A CPU without instructions for a 16-bit type decodes faster in float32, so it gets float32.
 

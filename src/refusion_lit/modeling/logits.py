@@ -1,4 +1,4 @@
-"""Changes to logits after the LM head: the scales and softcaps of some architectures."""
+"""Scales and softcaps that some architectures apply to the LM head's logits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class LogitsChange:
-    """What an architecture does to the logits of its LM head.
+    """An architecture's change to the LM head's logits.
 
     Attributes:
         factor: Multiplies the logits.
@@ -50,7 +50,7 @@ class LogitsChange:
 
     @classmethod
     def read(cls, model: Any) -> LogitsChange | None:  # noqa: ANN401 - a transformers model, or peft's wrapper
-        """Return the change that a model's config states; ``None`` if the head's logits are the model's.
+        """Return the change to logits by a model's config; ``None`` without a change.
 
         Raises:
             ValueError: If the config changes the logits in a way that is not known for the architecture.
@@ -84,7 +84,7 @@ class LogitsChange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedHead:
-    """An LM head together with the change of its logits.
+    """An LM head with its architecture's scale or softcap.
 
     Attributes:
         linear: Maps hidden states to the head's logits.

@@ -37,15 +37,15 @@ class LoraOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """Low-rank adapters of a model and the base model that they were trained on.
+    """A model's low-rank adapters, and the base model on which they were trained.
 
     Attributes:
         options: The adapters' options.
         base: Directory or hub id of the base model; ``None`` if its weights were random.
         revision: Pinned revision of the base.
         config_overrides: Options of the base's config that were overridden.
-        new_token_ids: Tokens whose rows of embedding and head differ from the base's: added rows, and the spare row
-            assigned to a new mask token.
+        new_token_ids: Tokens whose embedding and head rows differ from the base: added rows, and the spare row for a
+            new mask token.
     """
 
     options: LoraOptions
@@ -71,17 +71,17 @@ class Adapters:
 
 
 def add_adapters(model: Any, options: LoraOptions) -> Any:  # noqa: ANN401 - transformers' and peft's classes
-    """Wrap a model with adapters; its own weights no longer require gradients.
+    """Wrap a model with adapters. The model's own weights no longer require gradients.
 
     Args:
         model: A transformers model.
         options: The adapters' options.
 
     Returns:
-        The ``PeftModel``; its logits are the model's until the adapters are trained.
+        The ``PeftModel``. Until the adapters are trained, its logits equal the model's.
 
     Raises:
-        ValueError: If peft is not installed, no layer has a name in ``target_modules``, or the head has one.
+        ValueError: If peft is not installed, or ``target_modules`` names no layer, or names the head.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -128,10 +128,10 @@ def adapts_embedding(model: Any) -> bool:  # noqa: ANN401 - transformers' or pef
 
 
 def merge_adapters(model: Any) -> Any:  # noqa: ANN401 - transformers' or peft's class
-    """Return a model with its adapters merged into its weights, in place; a model without adapters as it is.
+    """Merge a model's adapters into its weights, in place; return a model without adapters unchanged.
 
-    A head that is tied to an adapted embedding gets weights of its own first: adapters of the embedding do not change
-    the head in training.
+    A head tied to an adapted embedding is untied first, because the embedding's adapters do not change the head in
+    training.
     """
     if not hasattr(model, "merge_and_unload"):
         return model
@@ -142,7 +142,7 @@ def merge_adapters(model: Any) -> Any:  # noqa: ANN401 - transformers' or peft's
 
 
 def untie(model: Any) -> None:  # noqa: ANN401 - a transformers model
-    """Give the head of a model weights of its own, equal to the embedding's, if both share their weights."""
+    """If head and embedding share weights, give the head a copy."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head.weight is getattr(embedding, "base_layer", embedding).weight:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)

@@ -1,4 +1,4 @@
-"""The program of transformers in a model card, which encodes a prompt as this package does."""
+"""Writes a model card's program, which encodes a prompt with transformers as this package does."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from refusion_lit.modeling.vocabulary import get_add_bos, prompt_prefix, starts_
 
 
 def prompt_code(tokenizer: PreTrainedTokenizerBase, prompt_template: str) -> str:
-    """Return a program of transformers that encodes a prompt as ``data.conversations.encode_prompt`` does.
+    """Return a program that encodes a prompt with transformers as ``data.conversations.encode_prompt`` does.
 
-    Names of special tokens in the query are text in the program, too, unless a template writes special tokens by name:
-    then transformers reads names in the query as tokens.
+    In the program, too, names of special tokens in the query are text. The exception are templates that write special
+    tokens by name: with them, transformers reads names in the query as tokens.
     """
     if tokenizer.chat_template:
         return _chat_program(tokenizer)
@@ -37,7 +37,7 @@ def _chat_program(tokenizer: PreTrainedTokenizerBase) -> str:
 def _template_program(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """Return a program that encodes a text without a chat template."""
     ids: Any = tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
-    # If the template names no special token, all names can be split into text, and a query's names stay text.
+    # If the template names no special token, the program can treat all names as text, the query's names included.
     splits = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] == ids
     splits_by_default = bool(getattr(tokenizer, "split_special_tokens", False))
     options = [f"split_special_tokens={splits}"] if splits or splits_by_default else []

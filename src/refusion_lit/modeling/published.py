@@ -1,4 +1,4 @@
-"""Writes a model in the format of a published family, for the programs that serve the family's checkpoints."""
+"""Writes a model in a published family's format, for programs that serve the family's checkpoints."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from refusion_lit.utils.files import require_empty, write_atomically
 from refusion_lit.utils.require import require
 
 _UNTRAINED = ("visible", "next_token")
-"""Predictions that a family's decoder can do without."""
+"""Predictions that a family's decoder does not need."""
 
 
 def check_format(backbone: Backbone, published: CheckpointFormat) -> ExportLayout:
-    """Return the layout of a format, after checking that the model fits it.
+    """Return a format's layout, after a check that the model fits the format.
 
     Raises:
-        ValueError: If the format's classes would compute something else than the model, or decode it in another way.
+        ValueError: If the format's classes would compute or decode the model differently.
     """
     layout = published.layout
     option = f"format {published.name}"
@@ -82,7 +82,7 @@ def save_published(
         directory: A new or empty directory.
         published: The format.
         decoder: Class name and options of the model's decoder, for the generation config.
-        entry: What loading by this package needs beside the format: an unusual decoder or prompt template.
+        entry: Values for this package that the format cannot store: an unusual decoder or prompt template.
 
     Raises:
         ValueError: If the model does not fit the format, or the directory holds files.
@@ -148,7 +148,7 @@ def published_config(backbone: Backbone, published: CheckpointFormat, layout: Ex
 
 
 def _read_option(backbone: Backbone, name: str) -> Any:  # noqa: ANN401 - any JSON value
-    """Return an option's value by transformers' name; some have another name or place in transformers' config."""
+    """Return an option's value by its transformers name. Some options have another place in transformers' config."""
     config, special = backbone.model.config, backbone.special_tokens
     rope = config.rope_parameters
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

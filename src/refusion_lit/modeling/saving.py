@@ -1,5 +1,5 @@
 # ruff: noqa: ANN401 - transformers' and peft's classes
-"""Saves directories that other libraries load: models with their decoders for transformers, adapters for peft."""
+"""Saves directories for other libraries: models with their decoders for transformers, adapters for peft."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from refusion_lit.utils.require import require
 
 PROMPT_TEMPLATE = "prompt_template"
 HAS_DRAFTER = "has_drafter"
-"""Entry of ``refusion_lit`` in the config of a directory with a drafter: true, or the folder of a block drafter."""
+"""Key in the config's entry ``refusion_lit`` if there is a drafter: true, or a block drafter's folder."""
 PROGRAM_OPTIONS = ("slot_size", "num_serial_blocks", "slot_threshold", "token_threshold")
-"""Options of :class:`~refusion_lit.decoding.ReFusion` that a hybrid model's program knows."""
+"""Options of :class:`~refusion_lit.decoding.ReFusion` that exported programs know."""
 _KEPT_BY_PROGRAMS = ("bos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p")
-"""Generation options of the base that an export with a program keeps: ids, and how other programs sample."""
+"""Generation options that an export with a program keeps from its base: ids, and sampling for other programs."""
 
 
 def save_model(
@@ -44,8 +44,8 @@ def save_model(
     """Write a Hugging Face directory: safetensors, config with ``mask_token_id``, traits and template, tokenizer.
 
     Adapters are merged into the weights first. A model with a drafter is written with the drafter and its decoder. A
-    model of the hybrid objective is written with a decoder for transformers' ``generate(custom_generate=...)``, which
-    gets the options of the model's ReFusion that it knows.
+    model trained with the hybrid objective is written with a decoder for transformers'
+    ``generate(custom_generate=...)``, which gets the options that it knows from the model's ReFusion.
 
     Args:
         backbone: The model.
@@ -63,7 +63,7 @@ def save_model(
     model.config.mask_token_id = backbone.special_tokens.mask_token_id
     first, *others = backbone.special_tokens.eos_token_ids
     if isinstance(drafter, Drafter) or (drafter is None and has_own_decoder(backbone.traits)):
-        # The programs refuse what else a base brings along, such as the repetition penalty of Qwen2.5.
+        # The programs would refuse the base's other options, such as Qwen2.5's repetition penalty.
         kept = {name: getattr(model.generation_config, name) for name in _KEPT_BY_PROGRAMS}
         model.generation_config = GenerationConfig(**kept)
     model.generation_config.eos_token_id = [first, *others] if others else first
@@ -95,7 +95,7 @@ def has_own_decoder(traits: ModelTraits) -> bool:
 
 
 def vocabulary_options(special: SpecialTokens) -> dict[str, Any]:
-    """Return what an exported decoder must know of the vocabulary; the model may have more rows."""
+    """Return the facts about the vocabulary that an exported decoder needs. The model may have more rows."""
     unused = {"unused_token_ids": list(special.unused_token_ids)} if special.unused_token_ids else {}
     return {"vocab_size": special.vocab_size, **unused}
 
@@ -107,10 +107,10 @@ def save_drafter(
 
     Args:
         drafter: The drafter.
-        body: The body of the model that the drafter was trained for.
+        body: The body of the drafter's model.
         directory: An existing directory.
         vocab_size: The tokenizer's highest id plus 1; the model may have more rows.
-        unused_token_ids: Ids below it that belong to no token.
+        unused_token_ids: Ids below ``vocab_size`` without a token.
     """
     digest = weights_digest(body.get_submodule("layers"))
     values = {"format": FORMAT, **asdict(DrafterOrigin.from_drafter(drafter)), "base_weights": digest}
@@ -126,9 +126,9 @@ def save_drafter(
 def save_adapters(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> None:
     """Write the adapters alone in peft's layout, for ``PeftModel.from_pretrained`` with the base model.
 
-    Embedding and head rows that the base lacks, such as the row of a new mask token, are written as peft's trainable
-    tokens (``trainable_token_indices``), so that the base with the adapters has the backbone's logits. A base with
-    fewer rows than tokens must be resized before peft gets it.
+    Rows of embedding and head that the base lacks, such as a new mask token's row, become peft's trainable tokens
+    (``trainable_token_indices``). The base with the adapters then has the backbone's logits. A base with fewer rows
+    than tokens must be resized before peft gets it.
 
     Args:
         backbone: A model with unmerged adapters; they are removed from it.
@@ -136,8 +136,8 @@ def save_adapters(backbone: Backbone, tokenizer: PreTrainedTokenizerBase, direct
         directory: A new or empty directory.
 
     Raises:
-        ValueError: If the model has no adapters, the adapters have no base or need a head or rows that adapters alone
-            cannot hold, or the directory holds files already.
+        ValueError: If the model has no adapters, the adapters have no base, adapters alone cannot hold the head or the
+            new rows, or the directory is not empty.
     """
     adapters = backbone.adapters
     if adapters is None:

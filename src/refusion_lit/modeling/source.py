@@ -1,4 +1,4 @@
-"""A model directory or hub id whose small files are read once: config, tokenizer config, generation config."""
+"""A model directory or hub id. Config, tokenizer config and generation config are read once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from refusion_lit.utils.require import require, require_template
 _SECONDS = 10.0
 """Time for the hub to answer."""
 _ASSISTANT = "muse_glimmer_assistant"
-"""Model type of drafters in transformers' assistant layout."""
+"""Model type of drafters that have transformers' assistant layout."""
 _RULES: dict[str, object] = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams"), 1),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
@@ -33,20 +33,20 @@ _RULES: dict[str, object] = {
         )
     ),
 }  # fmt: skip
-"""Options of the generation config that change greedy texts in transformers, with the values that change nothing."""
+"""Generation options that change greedy texts in transformers, with the values that change nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A Hugging Face directory or hub id. Loading hands this object on, so that nothing reads a file again.
+    """A Hugging Face directory or hub id. Loading passes this object on, so that no file is read twice.
 
     Attributes:
         name: The directory's path, or the hub id.
         revision: A hub id's pinned revision.
         trust_remote_code: Whether the source may run its own Python code on this machine.
-        overrides: Options that replace options of the source's config.
+        overrides: Options that replace options in the source's config.
         values: Contents of ``config.json``; empty if the source has none.
-        published: The format of the checkpoint if it is a published one, else ``None``.
+        published: The checkpoint's published format; ``None`` for transformers' format.
 
     >>> source = ModelSource.open("tests/goldens/models/additions-clean")
     >>> source.values["model_type"], source.config.hidden_size
@@ -73,8 +73,8 @@ class ModelSource:
     ) -> ModelSource:
         """Read the config of a directory or hub id. No code runs and no weights load.
 
-        A hub that does not answer makes the process use the hub's local cache from then on, because the libraries would
-        otherwise retry every file for a minute.
+        If the hub does not answer, the process uses the local cache from then on. Otherwise the libraries would retry
+        every file for a minute.
 
         Args:
             name: Directory or hub id.
@@ -82,11 +82,11 @@ class ModelSource:
             checkpoint_format: The published format's name; ``None`` derives it from ``model_type``.
             revision: A hub id's pinned revision.
             trust_remote_code: Allow the source to run its own Python code; warns.
-            overrides: Options that replace options of the source's config.
+            overrides: Options that replace options in the source's config.
 
         Raises:
-            ValueError: If the name is empty, ``config.json`` is no JSON object, the format does not fit, or the source
-                is neither a directory nor in the cache while the hub cannot be reached.
+            ValueError: If the name is empty, ``config.json`` is no JSON object, the format does not fit, or the hub
+                cannot be reached and the source is neither a directory nor in the cache.
         """
         require(name != "", option, "a directory or a hub id", name, "give one")
         if not Path(name).exists():
@@ -139,8 +139,7 @@ class ModelSource:
         """The config's entry ``refusion_lit``: traits, default decoder, prompt template.
 
         Raises:
-            ValueError: If the entry is no mapping, or a published config needs something that transformers'
-                architecture lacks.
+            ValueError: If the entry is no mapping, or transformers' architecture does not support the published config.
         """
         values = self.values if self.published is None else self.published.library_options(self._format_values)
         entry = values.get("refusion_lit") or {}
@@ -152,7 +151,7 @@ class ModelSource:
         """The template that turns a query into a prompt if the tokenizer has no chat template.
 
         Raises:
-            ValueError: If the config holds something else than a text with ``{query}`` in it.
+            ValueError: If the entry is not a text with ``{query}`` in it.
         """
         option = f"refusion_lit.prompt_template in the config of {self.name}"
         return require_template(self.entry.get("prompt_template", "{query}"), option)
@@ -194,7 +193,7 @@ class ModelSource:
 
     @property
     def ignored_rules(self) -> dict[str, Any]:
-        """Options of the generation config by which transformers' greedy texts differ, and which no decoder follows."""
+        """Generation options that change greedy texts in transformers. No decoder here follows them."""
         values = {name: getattr(self.generation_config, name, None) for name in _RULES}
         return {name: value for name, value in values.items() if value not in (None, [], _RULES[name])}
 
@@ -218,9 +217,9 @@ def _not_json(option: str, file: Path, error: Exception) -> ValueError:
 
 
 def _check_hub(name: str, option: str) -> None:
-    """Check that a source can be read from the hub or, if the hub does not answer, from the hub's local cache.
+    """Check that a source can be read from the hub or, if the hub does not answer, from the local cache.
 
-    With a cached source, the process then uses the cache only, so that later reads do not wait for the hub again.
+    In the second case, the process uses only the cache from then on, so that later reads do not wait for the hub.
 
     Raises:
         ValueError: If the name cannot be a hub id, or the source is not cached and the hub cannot be reached.

@@ -1,4 +1,4 @@
-"""Reads and checks the files that store tensors: which files, their headers, and the values."""
+"""Reads and checks files with tensors: finds the files, reads headers and values."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from refusion_lit.utils.errors import error_reason
 from refusion_lit.utils.require import require
 
 _NAMES = "model.safetensors", "pytorch_model.bin"
-"""Names of a file with all weights, in the order in which transformers prefers them; shards have an index."""
+"""Possible names of a file with all weights, in transformers' order of preference. Shards have an index."""
 
 _FETCH = "fetch it again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A stored tensor, as its file's header describes it.
+    """A stored tensor, as described in its file's header.
 
     Attributes:
         file: The file.
@@ -44,19 +44,19 @@ class StoredTensor:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return a directory's files of weights: what transformers reads, else all safetensors files."""
+    """Return a directory's weight files: the files that transformers reads, else all safetensors files."""
     shards = sorted({folder / name for name in _used_index(folder).values()})
     single = [folder / name for name in _NAMES if (folder / name).is_file()]
     return shards or single[:1] or sorted(folder.glob("*.safetensors"))
 
 
 def missing_shards(folder: Path) -> list[str]:
-    """Return the files of weights that a directory's index names and the directory lacks."""
+    """Return the weight files that a directory's index names but the directory lacks."""
     return [file.name for file in weight_files(folder) if not file.is_file()]
 
 
 def check_shard_names(folder: Path) -> None:
-    """Refuse an index of shards that names no files, or a file outside its directory, as directories are not trusted.
+    """Refuse an index of shards without files, or with a file outside the directory: directories are not trusted.
 
     Raises:
         ValueError: Naming the index.
@@ -72,7 +72,7 @@ def check_shard_names(folder: Path) -> None:
 
 
 def _used_index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor by the index that transformers reads; nothing for weights in a single file."""
+    """Return every tensor's file from the index that transformers reads; empty for a single file of weights."""
     for name in _NAMES:
         if (folder / name).is_file():
             break
@@ -82,7 +82,7 @@ def _used_index(folder: Path) -> dict[str, str]:
 
 
 def _index(file: Path) -> dict[str, str]:
-    """Return an index's file of each tensor; nothing if the index is damaged."""
+    """Return every tensor's file from an index; empty if the index is damaged."""
     with suppress(AttributeError, LookupError, TypeError, ValueError):
         shards = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
         return {str(tensor): str(name) for tensor, name in shards.items()}
@@ -97,8 +97,8 @@ def read_headers(folder: Path, where: str) -> dict[str, StoredTensor]:
         where: The option that named the directory, for messages.
 
     Raises:
-        ValueError: If a file is damaged, two files hold a tensor of the same name, or an index names a tensor that no
-            file holds.
+        ValueError: If a file is damaged, two files hold a tensor with the same name, or no file holds a tensor in the
+            index.
     """
     tensors: dict[str, StoredTensor] = {}
     for file in weight_files(folder):
@@ -127,7 +127,7 @@ def _read_header(file: Path, where: str) -> dict[str, StoredTensor]:
             name: StoredTensor(file=file, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
             for name, tensor in _load_tensors(file, "meta").items()
         }
-    except Exception as error:  # readers of formats have errors of their own for damaged files
+    except Exception as error:  # the formats' readers raise their own errors for damaged files
         raise unreadable(where, file, error) from error
 
 
@@ -148,12 +148,12 @@ def _load_tensors(file: Path, device: str = "cpu") -> dict[str, Tensor]:
 
 
 def check_types(tensors: Mapping[str, StoredTensor], where: str, integers: Collection[str] = ()) -> None:
-    """Refuse stored integers in place of floating-point weights, which torch would convert without a word.
+    """Refuse stored integers in place of floating-point weights: torch would convert them silently.
 
     Args:
         tensors: The stored tensors.
         where: The option that named the directory, for messages.
-        integers: Names of the tensors that the model, too, has as integers.
+        integers: Names of tensors that are integers in the model, too.
 
     Raises:
         ValueError: Naming the first tensor of another type.
@@ -168,11 +168,10 @@ def check_types(tensors: Mapping[str, StoredTensor], where: str, integers: Colle
 def first_not_finite(weights: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first weight with NaN or an infinity; ``None`` if all values are finite.
 
-    NaN or an infinity in a weight makes its sum NaN or infinite. If the sum is finite, the weight is finite: a sum is
-    found sooner than the smallest and largest values. Large finite values overflow a sum, mostly in
-    float16. The smallest and largest values then decide: NaN makes both NaN, and an infinity is one of them. Neither
-    pass copies the weight; ``isfinite`` would allocate a mask. The pass reads the pages of mapped files, which the
-    first forward pass would read otherwise.
+    The sum is computed first, because it is faster than minimum and maximum: if the sum is finite, all values are
+    finite. Large finite values may overflow a sum, mostly in float16. Minimum and maximum then decide: NaN makes both
+    NaN, and an infinity is one of them. Neither pass copies the weight, whereas ``isfinite`` would allocate a mask. The
+    pass reads the pages of mapped files, which the first forward pass would otherwise read.
 
     >>> first_not_finite([("head", torch.ones(2)), ("norm", torch.tensor([0.0, -torch.inf]))])
     'norm'
@@ -191,12 +190,12 @@ def check_loaded_values(weights: Mapping[str, Tensor], files: Iterable[Path]) ->
     """Refuse a model's weights that are not finite.
 
     Args:
-        weights: The weights, by the names of the model.
-        files: The files that they come from, which are searched only if a weight is not finite.
+        weights: The weights, by the model's names.
+        files: The weights' files, which are searched only if a weight is not finite.
 
     Raises:
-        ValueError: Naming the stored tensor and its file; or the weight, if the values are finite in the file and
-            too large for the type that they are loaded in.
+        ValueError: Naming the stored tensor and its file. If the stored values are finite, but too large for the type
+            of loading: naming the weight.
     """
     weight = first_not_finite(weights.items())
     if weight is None:
@@ -217,7 +216,7 @@ def _not_finite(where: str, name: str) -> ValueError:
 
 
 def load_checked(files: Iterable[Path]) -> dict[str, Tensor]:
-    """Return the tensors of a drafter's files, which must be finite floating-point numbers.
+    """Return the tensors in a drafter's files; they must be finite floating-point numbers.
 
     Args:
         files: The files.

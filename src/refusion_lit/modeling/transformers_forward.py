@@ -1,6 +1,6 @@
-"""Forwards by transformers' own code: in training, and in decoding where the fused body cannot be used.
+"""Forward passes by transformers' code: in training, and in decoding without the fused body.
 
-Masks are passed explicitly, in the form that the attention implementation takes.
+Masks are explicit, in the form required by the attention implementation.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def library_states(
 ) -> Float[Tensor, "batch token hidden"]:
     """Run a transformer without its head; for arguments see :meth:`LanguageModel.hidden_states`.
 
-    ``outputs`` receives the outputs [token, hidden] of the layers that are its keys, at the tokens that the cache
-    stores. The last layer's output includes the final norm.
+    The keys of ``outputs`` are layer numbers; it receives these layers' outputs [token, hidden] for the tokens that the
+    cache stores. The last layer's output includes the final norm.
 
     Raises:
-        ValueError: If tokens out of text order reach beyond a sliding ``window``, a drafter's mask
-            (``draft_token_ids``) is among the tokens, or the attention implementation cannot take the mask.
+        ValueError: If tokens out of text order reach beyond a sliding ``window``, if a drafter's mask
+            (``draft_token_ids``) is among the tokens, or if the attention implementation cannot take the mask.
     """
-    # On a GPU the host would have to wait for this check.
+    # Not on a GPU: the host would have to wait for the result.
     if draft_token_ids and input_ids.device.type == "cpu":
         has_masks = bool((input_ids >= draft_token_ids[0]).any())
         got = f"autocast, or a {type(body).__name__} that is wrapped, hooked or sharded"
@@ -73,7 +73,7 @@ def library_mask(
     position_ids: Int[Tensor, "batch token"],
     num_keys: int,
 ) -> Any:  # noqa: ANN401 - a tensor or a BlockMask
-    """Return an explicit mask in the form that the attention implementation takes.
+    """Return an explicit mask in the form required by the attention implementation.
 
     Without mask and cache, transformers interprets position ids with gaps as packed sequences and silently changes the
     attention. A two-dimensional mask of ones prevents this and keeps the fast causal path.
@@ -116,13 +116,13 @@ def windowed_mask(
     position_ids: Int[Tensor, "batch token"],
     window: int,
 ) -> Any:  # noqa: ANN401 - a mask, or masks by type of layer
-    """Return explicit masks for a text that is longer than the model's sliding window.
+    """Return explicit masks for a text longer than the model's sliding window.
 
     Returns:
-        A mask by type of layer; a single mask for models whose layers all have the window.
+        A mask per type of layer; a single mask if all layers have the window.
 
     Raises:
-        ValueError: If tokens may be cached out of text order, because the window is then no range of cache indices.
+        ValueError: If tokens may be cached out of text order: the window is then no range of cache indices.
     """
     in_order = isinstance(mask, Visibility) and all(
         position_ids[span.sequence, span.offset : span.offset + span.length].tolist()
@@ -144,13 +144,13 @@ def layer_masks(
     position_ids: Int[Tensor, "batch token"],
     window: int,
 ) -> dict[str, Any]:
-    """Return explicit masks by type of layer: full attention and sliding window.
+    """Return explicit masks for two types of layers: full attention and sliding window.
 
     Args:
         body: The transformer.
-        mask: What tokens see, as spans or as ranges whose keys stand in text order.
+        mask: What tokens see, as spans or as ranges; keys are in text order.
         position_ids: The tokens' positions. With ranges, all tokens share the window of the first token.
-        window: Number of tokens that layers with a sliding window see.
+        window: Number of tokens seen by layers with a sliding window.
 
     Raises:
         ValueError: If the attention implementation cannot take the mask.
@@ -167,7 +167,7 @@ def layer_masks(
 
 
 class LibraryCache(Cache):
-    """A cache for transformers' forward that writes to and reads from a :class:`KVCache`.
+    """Lets transformers' forward write to and read from a :class:`KVCache`.
 
     The cache has no layers, so its length is 0: masks and positions are explicit, never derived from a length.
 

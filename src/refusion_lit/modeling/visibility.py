@@ -1,7 +1,7 @@
-"""Which keys the tokens in a batch see: as spans, as ranges or, for kernels that need a mask, as a matrix.
+"""Describes which keys the tokens in a batch see: as spans, as ranges or, for some kernels, as a matrix.
 
-The size of ranges does not grow with the cache; a matrix [sequence, token, key] grows with the square of a prompt and
-rules out the fast attention kernels. The matrix is built on the device, from ranges.
+Ranges do not grow with the cache. A matrix [sequence, token, key] grows with the square of a prompt's length and rules
+out fast attention kernels. It is built from ranges, on the device.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from refusion_lit.modeling.devices import to_device
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive tokens of a sequence that share a context.
+    """Consecutive tokens in a sequence that share a context.
 
     Attributes:
         sequence: The sequence's index in the batch.
         offset: The first token's place in the sequence.
         length: Number of tokens.
-        first_key: The first token's key; the keys of the other tokens follow.
+        first_key: The first token's key; the other tokens' keys follow.
         context: Ranges ``(start, stop)`` of keys that all tokens see; may be empty, overlap and be unsorted.
-        order: A token also sees the span's tokens with the same or a lower order. The order never falls. ``None``:
-            causal.
+        order: An order per token, which never falls: a token also sees the span's tokens with the same or a lower
+            order. ``None``: causal.
     """
 
     sequence: int
@@ -40,7 +40,7 @@ class Span:
     order: Sequence[int] | None = None
 
     def visible_stops(self) -> Int[np.ndarray, " token"]:
-        """Return, for every token, how many of the span's first tokens it sees."""
+        """Return for every token how many tokens it sees, from the span's start."""
         if self.order is None:
             return np.arange(1, self.length + 1)
         orders = np.asarray(self.order)
@@ -50,10 +50,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Keys that a padded batch's tokens see: cache entries or, without a cache, the sequence's tokens.
+    """The keys that tokens in a padded batch see: cache entries or, without a cache, the sequence's tokens.
 
     Attributes:
-        spans: Spans of all tokens but padding, by sequence and offset. Every sequence has a span at offset 0.
+        spans: Spans of all real tokens (no padding), sorted by sequence and offset. Every sequence has a span at offset
+            0.
         shape: Number of sequences, and of tokens per sequence.
         num_keys: Number of keys per sequence.
 
@@ -88,11 +89,11 @@ class Visibility:
         )
 
     def ranges(self, window: int | None = None) -> Int[Tensor, "sequence token range 2"]:
-        """Return ranges of keys on the host; a token sees the union of its ranges, and unused ranges are empty.
+        """Return ranges of keys on the host. A token sees the union of its ranges; unused ranges are empty.
 
         Args:
-            window: Number of tokens that a layer with a sliding window sees, the token itself among them, if keys stand
-                in text order. Tokens of a span with an order share the window of the span's first token. ``None``: all.
+            window: Number of tokens that a layer with a sliding window sees, the token itself included; keys must be in
+                text order. In a span with an order, all tokens share the first token's window. ``None``: no window.
         """
         num_ranges = 1 + max(len(span.context) for span in self.spans)
         ranges = np.zeros((*self.shape, num_ranges, 2), dtype=np.int64)
@@ -109,7 +110,7 @@ class Visibility:
         return torch.from_numpy(ranges)
 
     def cut(self, start: int, stop: int) -> Visibility:
-        """Return what the tokens at some places see, without the keys that none of these tokens sees at the end.
+        """Return what the tokens at some places see. Keys at the end that none of them sees are cut off.
 
         Args:
             start: First place.
@@ -121,8 +122,8 @@ class Visibility:
             if low >= high:
                 continue
             if span.order is None:
-                groups = [(low, high, low)]  # the tokens before the part are context of all of its tokens
-            else:  # tokens of one order see the same tokens of their span
+                groups = [(low, high, low)]  # all tokens of the part see the tokens before it
+            else:  # tokens with the same order see the same tokens of their span
                 stops = span.visible_stops()
                 borders = [low, *(low + 1 + np.flatnonzero(np.diff(stops[low:high]))).tolist(), high]
                 groups = [(first, last, int(stops[first])) for first, last in pairwise(borders)]

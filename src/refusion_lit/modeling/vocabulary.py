@@ -1,4 +1,4 @@
-"""Special tokens of tokenizers, the BOS policy, and the rows of a model's embedding and head for new tokens."""
+"""Special tokens, the BOS policy, and embedding and head rows for new tokens."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ AddBos = Literal["auto"] | bool
 ADD_BOS = "add_bos"
 """Entry of ``tokenizer_config.json`` with the BOS policy, unless it is ``auto``; it is saved with the tokenizer."""
 EOS_IDS = "ends_of_sequence"
-"""Entry of ``tokenizer_config.json`` with the ids of further EOS tokens; it is saved with the tokenizer."""
+"""Entry of ``tokenizer_config.json`` with further EOS ids; it is saved with the tokenizer."""
 DRAWS_PADDING = "draws_padding"
-"""Entry of ``tokenizer_config.json`` of models that predict padding; see ``SpecialTokens.draws_padding``."""
+"""Entry of ``tokenizer_config.json`` for models that predict padding; see ``SpecialTokens.draws_padding``."""
 
 _NEW_MASK = "mask_token_is_new"
 
 
 def read_special_tokens(tokenizer: Any) -> SpecialTokens:  # noqa: ANN401 - a tokenizer of transformers
-    """Read a tokenizer's special ids; the tokenizer's end-of-sequence token comes first in ``eos_token_ids``.
+    """Read a tokenizer's special ids. Its end-of-sequence token comes first in ``eos_token_ids``.
 
     Raises:
-        ValueError: If it has no end-of-sequence token.
+        ValueError: If the tokenizer has no end-of-sequence token.
     """
     eos = tokenizer.eos_token_id
     mask = tokenizer.mask_token_id
@@ -61,8 +61,8 @@ def set_add_bos(tokenizer: PreTrainedTokenizerBase, add_bos: AddBos) -> None:
 
     Args:
         tokenizer: Changed in place.
-        add_bos: ``True``: prompts begin with the BOS token. ``False``: no token is added. ``auto``: as the tokenizer
-            does by default, which is what transformers' ``tokenizer(text)`` gives.
+        add_bos: ``True``: prompts begin with the BOS token. ``False``: no token is added. ``auto``: the tokenizer's
+            default, as in transformers' ``tokenizer(text)``.
 
     Raises:
         ValueError: If the value is unknown, or the tokenizer has no BOS token to add.
@@ -84,13 +84,13 @@ def get_add_bos(tokenizer: Any) -> AddBos:  # noqa: ANN401 - a tokenizer of tran
 def prompt_prefix(tokenizer: Any) -> list[int]:  # noqa: ANN401 - a tokenizer of transformers
     """Return the tokens that begin a plain prompt: BOS, or none.
 
-    With ``add_bos: auto``, they are all special tokens that the tokenizer puts before a text.
+    With ``add_bos: auto``, the tokens are all special tokens that the tokenizer puts before a text.
     """
     return find_added_tokens(tokenizer)[0]
 
 
 def find_added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:  # noqa: ANN401 - a tokenizer of transformers
-    """Return the special tokens that the BOS policy or, with ``auto``, the tokenizer puts before and after a text."""
+    """Return the special tokens before and after a text, by the BOS policy or, with ``auto``, by the tokenizer."""
     add_bos = get_add_bos(tokenizer)
     if add_bos != "auto":
         return [int(tokenizer.bos_token_id)] if add_bos else [], []
@@ -113,7 +113,7 @@ def starts_with_bos(token_ids: Sequence[int], tokenizer: Any) -> bool:  # noqa: 
 
 
 def describe_bos(tokenizer: Any) -> str:  # noqa: ANN401 - a tokenizer of transformers
-    """Return which tokens prompts begin with, for messages; empty if that is up to a chat template, or without BOS."""
+    """Describe the tokens that prompts begin with, for messages; empty without BOS, or if a chat template decides."""
     if tokenizer.chat_template and get_add_bos(tokenizer) == "auto":
         return ""
     names = " ".join(tokenizer.convert_ids_to_tokens(prompt_prefix(tokenizer)))
@@ -139,9 +139,9 @@ def ensure_mask_token(
 
     Args:
         tokenizer: Changed in place.
-        mask_token_id: Id that the model's config names. Its token becomes the mask token unless the tokenizer names
-            a mask token.
-        texts: The mask token's texts in the model's published format. With them, no token is ever added.
+        mask_token_id: Id in the model's config. Its token becomes the mask token unless the tokenizer names a mask
+            token.
+        texts: The mask token's possible texts in the model's published format. If given, no token is added.
 
     Raises:
         ValueError: If a published format's mask token is missing.
@@ -159,7 +159,7 @@ def ensure_mask_token(
     num_tokens = len(tokenizer)
     taken = set(tokenizer.get_vocab().values())
     tokenizer.add_special_tokens({"mask_token": named or "<|mask|>"})
-    if len(tokenizer) > num_tokens:  # a vocabulary may hold the token without naming it, and its row is trained
+    if len(tokenizer) > num_tokens:  # otherwise the token, and its trained row, existed without the name
         # The tokenizers library numbers new tokens by the number of tokens, which a vocabulary with gaps uses already.
         expected = "a mask token in a vocabulary with gaps between its ids"
         fix = "add <|mask|> to its tokenizer.json with a free id, and name it mask_token in tokenizer_config.json"
@@ -173,13 +173,13 @@ def mask_is_new(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def mask_is_untrained(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the mask token cannot have been trained as a mask: it is new, or begins or ends texts, too."""
+    """Return whether the mask token cannot have been trained as a mask, because it is new, or begins or ends texts."""
     others = (tokenizer.eos_token_id, tokenizer.bos_token_id)
     return mask_is_new(tokenizer) or (tokenizer.mask_token_id is not None and tokenizer.mask_token_id in others)
 
 
 def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, pretrained: bool) -> tuple[int, ...]:
-    """Give embedding and head a row for every token; new rows start as the mean of the rows before them.
+    """Give embedding and head a row for every token. New rows start as the mean of the earlier rows.
 
     Many models have spare, untrained rows beyond their tokenizer's vocabulary. If a new mask token gets a spare row,
     the row starts like an added row.
@@ -217,13 +217,13 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *
 
 
 def _initialise_as_mean(model: PreTrainedModel, start: int, stop: int) -> None:
-    """Set rows ``start`` to ``stop`` of embedding and head to the mean of the rows before them."""
+    """Set rows ``start`` to ``stop`` in embedding and head to the mean of the rows before ``start``."""
     with torch.no_grad():
         for weight in _rows(model):
             weight[start:stop] = weight[:start].mean(0, keepdim=True)
 
 
 def _rows(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Return the weights of embedding and head; the same tensor twice if they are tied."""
+    """Return the embedding's and the head's weights; the same tensor twice if they are tied."""
     layers: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     return [layer.weight for layer in layers]

@@ -1,4 +1,4 @@
-"""Loads a source's weights, compares them with its config, and identifies weights by a digest."""
+"""Loads a source's weights, compares them with the config, and computes digests of weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from refusion_lit.utils.errors import error_reason, last_line
 from refusion_lit.utils.require import require
 
 _DRAFT_ADAPTER = "linear_spec_lora"
-"""Directory of the adapter that Nemotron-Labs-Diffusion drafts with in linear self-speculation."""
+"""Directory of the adapter with which Nemotron-Labs-Diffusion drafts in linear self-speculation."""
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -62,10 +62,10 @@ def initialise_weights(
         config: The transformers config.
         dtype: Type of the weights.
         attn_implementation: transformers' name of the attention implementation.
-        trust_remote_code: Whether the config may name Python code of its source.
+        trust_remote_code: Whether the config may name Python code in its source.
 
     Raises:
-        ValueError: If transformers cannot build the model, for example because options do not fit together.
+        ValueError: If transformers cannot build the model, for example because options contradict each other.
     """
     options = _loading_options(config, dtype, attn_implementation)
     try:  # Without the option trust_remote_code, transformers may ask on standard input.
@@ -84,10 +84,10 @@ def _from_config(config: Any, *, trust_remote_code: bool, **options: Any) -> Pre
 
 
 def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
-    """Load the model of a Hugging Face directory or hub id.
+    """Load the model in a Hugging Face directory or hub id.
 
     Raises:
-        ValueError: If the files are damaged, or do not hold exactly the weights that the config asks for.
+        ValueError: If the files are damaged, or the weights are not exactly the weights in the config's architecture.
     """
     tensors = _check_stored(source)
     published = source.published
@@ -143,7 +143,7 @@ def load_weights(source: ModelSource, dtype: torch.dtype, attn_implementation: s
 
 
 def _record_stored_head(model: Any) -> None:  # noqa: ANN401 - one class per architecture
-    """Correct a config that ties head and embedding although the files hold different weights for them.
+    """Correct a config that ties head and embedding although the files store different weights for them.
 
     transformers loads the stored head, but would tie head and embedding when it adds rows or builds the model again.
     """
@@ -166,7 +166,7 @@ def _find_directory(source: ModelSource) -> Path:
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Keep transformers from printing a table of missing and unexpected weights, which are refused in one line."""
+    """Suppress transformers' table of missing and unexpected weights, which are refused in one line."""
 
     def is_no_report(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in record.getMessage()
@@ -182,8 +182,8 @@ def _without_report() -> Iterator[None]:
 def _loading_options(config: Any, dtype: torch.dtype, attn_implementation: str) -> dict[str, Any]:  # noqa: ANN401 - one class per architecture
     """Return transformers' options for type, attention and experts.
 
-    Architectures without ``sdpa``, which knows neither softcaps (Gemma-2) nor sinks (GPT-OSS), get ``eager``. So do
-    experts in float64, which torch's grouped products, the default, do not have.
+    ``sdpa`` has neither softcaps (Gemma-2) nor sinks (GPT-OSS): such architectures get ``eager``. Experts in float64
+    get ``eager``, too, because torch's grouped products, the default, lack float64.
     """
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     lacks_sdpa = attn_implementation == "sdpa" and not getattr(architecture, "_supports_sdpa", True)
@@ -201,7 +201,7 @@ class _SplitRows(ConversionOps):
         target_patterns: list[str],
         **kwargs: Any,  # noqa: ANN401
     ) -> dict[str, Any]:
-        """Return every target's rows, as many as its parameter has."""
+        """Return the rows for every target, as many as its parameter has."""
         [[tensor]] = input_dict.values()
         names = [kwargs["full_layer_name"].replace(target_patterns[0], target) for target in target_patterns]
         sizes = [kwargs["model"].get_parameter(name).shape[0] for name in names]
@@ -216,9 +216,9 @@ class _SplitRows(ConversionOps):
 
 
 def _splitting_class(config: Any, published: CheckpointFormat) -> type[PreTrainedModel]:  # noqa: ANN401 - one class per architecture
-    """Return a subclass of transformers' class that splits the fused tensors of a format while it loads.
+    """Return a subclass of transformers' class that splits a format's fused tensors at loading.
 
-    transformers finds conversions by the class's name, so transformers' class itself stays unchanged.
+    transformers finds conversions by the class's name, so a subclass leaves its own class unchanged.
     """
     base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     name = f"{base.__name__}From{published.name}"
@@ -238,7 +238,7 @@ def _in_layer(name: str) -> str:
 
 @torch.no_grad()
 def published_weights(model: PreTrainedModel, published: CheckpointFormat) -> dict[str, Tensor]:
-    """Return a model's weights with the names and shapes of a published format: the inverse of loading."""
+    """Return a model's weights with a published format's names and shapes: the inverse of loading."""
     model._weight_conversions = None  # type: ignore[assignment] - transformers then splits the experts
     parts: dict[str, list[tuple[int, Tensor]]] = {}
     for name, weight in revert_weight_conversion(model, model.state_dict()).items():
@@ -249,14 +249,14 @@ def published_weights(model: PreTrainedModel, published: CheckpointFormat) -> di
 
 
 def _check_stored(source: ModelSource) -> dict[str, StoredTensor]:
-    """Compare the headers of a directory's files with the config, before memory is allocated for weights.
+    """Compare file headers with the config, before memory is allocated for weights.
 
-    Returns the stored tensors by name; nothing for a hub id.
+    Returns the stored tensors by name; empty for a hub id.
 
     Raises:
-        ValueError: If a file is damaged or missing, if the config asks for far more weights than the files hold, or for
-            another number of experts, if a stored tensor has integers in place of floating-point numbers, or if the
-            tensors of a published checkpoint are missing, unknown or of a wrong shape.
+        ValueError: If a file is damaged or missing; if the config asks for far more weights than the files hold, or for
+            another number of experts; if a stored tensor has integers in place of floating-point numbers; if a
+            published checkpoint's tensors are missing, unknown or wrongly shaped.
     """
     folder = Path(source.name)
     check_shard_names(folder)
@@ -297,15 +297,15 @@ def _check_stored(source: ModelSource) -> dict[str, StoredTensor]:
 
 
 def _check_published(model: PreTrainedModel, source: ModelSource, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Compare names and shapes of stored weights with a published model's; transformers would read all weights first.
+    """Compare names and shapes of stored weights with a published model; transformers would first read all weights.
 
     Raises:
-        ValueError: Naming a weight of another shape, a missing weight, or a weight that the model does not have.
+        ValueError: Naming a weight that is missing, unknown or wrongly shaped.
     """
     published = source.published
     assert published is not None
     wanted = {name: tuple(weight.shape) for name, weight in published_weights(model, published).items()}
-    # Weights under transformers' names load, too, if the format splits and stacks none.
+    # If the format splits and stacks no weights, weights under transformers' names load, too.
     stored = shapes if published.fused_weights else {published.published_name(n): s for n, s in shapes.items()}
     for name in [name for name in wanted if stored.get(name, wanted[name]) != wanted[name]]:
         raise _wrong_shape(source.name, name, stored[name], wanted[name])
@@ -316,7 +316,7 @@ def _check_published(model: PreTrainedModel, source: ModelSource, shapes: Mappin
 
 
 def _check_extra(source: str, names: Iterable[str]) -> None:
-    """Refuse stored weights that the model does not have, which transformers would drop."""
+    """Refuse stored weights that the model lacks: transformers would drop them silently."""
     extra = sorted(name for name in names if not name.endswith("rotary_emb.inv_freq"))
     if extra:
         raise ValueError(
@@ -326,7 +326,7 @@ def _check_extra(source: str, names: Iterable[str]) -> None:
 
 
 def _integers(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
-    """Return the names of stored tensors that may hold integers: integer tensors of the model, and ignored tensors."""
+    """Return the names of stored tensors that may be integers: the model's integer tensors, and ignored tensors."""
     integers = {name for name, tensor in model.state_dict().items() if not tensor.is_floating_point()}
     return integers | _find_ignored(model, names)
 
@@ -363,8 +363,8 @@ def _missing(source: ModelSource, names: Sequence[str]) -> ValueError:
 def weights_digest(model: torch.nn.Module) -> str | None:
     """Return a digest of a model's weights, 16 hexadecimal digits.
 
-    The digest covers the names and shapes of all parameters and 64 values per parameter, which is fast for large
-    models. Values are rounded to bfloat16, so that loading in float32 or bfloat16 gives the same digest.
+    The digest covers names and shapes of all parameters and 64 values per parameter, so it is fast for large models.
+    Values are rounded to bfloat16, so that loading in float32 or bfloat16 gives the same digest.
 
     Args:
         model: A model; tied weights count once.

@@ -4,11 +4,11 @@ All other operations run on real tokens only, concatenated without padding. Atte
 row, and computes all rows in a single call. On CPUs, a mask with more than ``_MAX_MASK`` elements would take too much
 memory. The queries are then cut into chunks, and every layer computes the chunks' masks again.
 
-Batch invariance: libraries choose the summation order by the product's shape. So a token's states differ in their last
-bits with the number of tokens in the forward pass and with the number of rows. In low precision this changes texts.
-With ``batch_invariant``, every product has 8 rows (:class:`~refusion_lit.modeling.fused.linear.Linear`), and
-attention has 8 queries and a multiple of 512 keys, with padding if necessary, because torch's kernel processes 512 keys
-at a time. So no result depends on the number of tokens, rows or entries.
+Batch invariance: libraries choose the summation order by the product's shape. A token's last bits therefore depend on
+the numbers of tokens and rows in the forward pass. In low precision, this changes texts. With ``batch_invariant``,
+every product has 8 rows (:class:`~refusion_lit.modeling.fused.linear.Linear`), and attention has 8 queries and a
+multiple of 512 keys, padded if necessary, because torch's kernel processes 512 keys at a time. Results then do not
+depend on the number of tokens, rows or entries.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _TRIANGLE = np.tri(128, dtype=bool)
 """Causal matrices for short spans are views of this matrix."""
 
 NUM_KEYS = 512
-"""Number of keys that torch's attention on CPUs processes at a time."""
+"""Number of keys per step in torch's attention on CPUs."""
 
 _MAX_MASK = 1 << 22
-"""Maximum number of mask elements in a call, on CPUs; 16 MB in float32."""
+"""Maximum number of mask elements per call, on CPUs; 16 MB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
         is_causal: Whether the i-th query sees the first i keys; only without a mask.
 
     Returns:
-        The heads' outputs, in the layout of the queries.
+        The heads' outputs, in the queries' layout.
     """
     num_queries = query.shape[1]
     times = query.shape[2] // key.shape[2]
@@ -187,7 +187,8 @@ def plan_attention(
 
     Args:
         rows: The batch.
-        attention: Cache entries that tokens see or, without cache, tokens; ``None``: causal attention over the tokens.
+        attention: The cache entries (without a cache, the tokens) that tokens see; ``None``: causal attention over the
+            tokens.
         cache: Prepared for the forward pass.
         like: A tensor with the states' type and device.
         batch_invariant: Run attention on CPUs in calls with a fixed shape.
@@ -273,7 +274,7 @@ def additive_mask(visibility: Visibility, dtype: torch.dtype) -> Float[Tensor, "
 
 
 def _span_mask(order: Sequence[int] | None, length: int) -> Bool[np.ndarray, "token token"]:
-    """Return which tokens of a span see which tokens of the span."""
+    """Return which tokens in a span see one another."""
     if order is None:
         return _TRIANGLE[:length, :length] if length <= len(_TRIANGLE) else np.tri(length, dtype=bool)
     orders = np.asarray(order)
@@ -297,7 +298,7 @@ def invariant_attention(
         block = block[..., :num_keys]
         padded[:, :, : block.shape[2], : block.shape[3]] = block
         calls.append(Call(slice(start, start + NUM_ROWS), slice(num_keys), padded))
-    # Whole blocks of queries, and of keys where these are the tokens themselves.
+    # Round up to whole blocks of queries and, if the keys are the tokens themselves, of keys.
     return RowAttention(rows.widen(_round_up(length, NUM_KEYS if cache is None else NUM_ROWS)), calls, cache)
 
 

@@ -1,9 +1,9 @@
 """Fused backbone: a forward pass for known architectures with far fewer operations per layer.
 
 Small models spend most of a forward pass in calls, not in arithmetic. :class:`FusedBody` runs Qwen2, Qwen3 and Llama
-bodies on the model's parameters and calls only the rotary embedding's ``forward``. For bodies that it does not support
-in every detail, :class:`~refusion_lit.modeling.backbone.Backbone` runs the library's forward pass. Results are equal up
-to rounding, not bitwise.
+bodies on the model's parameters and calls only the rotary embedding's ``forward``. If it does not support a body in
+every detail, :class:`~refusion_lit.modeling.backbone.Backbone` runs the library's forward pass. Results are equal up to
+rounding, not bitwise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from refusion_lit.modeling.visibility import AttentionMask
 from refusion_lit.utils.require import require
 
 _MAX_TABLE = 1 << 14
-"""Maximum number of positions with cached angles, on CPUs; accelerators would wait for the highest position."""
+"""Maximum number of positions with cached angles. Only CPUs cache them: a GPU's host would wait for positions."""
 
 
 class _Norm:
@@ -79,8 +79,8 @@ class FusedBody:
 
     Args:
         body: A body for which :func:`~refusion_lit.modeling.fused.body.is_known` is true.
-        drafter: Acts at draft masks, whose ids follow the embedding's last id; the body alone computes other tokens.
-        packed: Keeps copies of weights in the layout that is fastest on CPUs; ``None``: no copies.
+        drafter: Acts at draft masks, whose ids follow the embedding's last id. Other tokens use the body alone.
+        packed: Keeps copies of weights in a layout that is faster on CPUs; ``None``: no copies.
         batch_invariant: Make a token's results independent of the rest of the forward pass; on CPUs.
 
     Raises:
@@ -130,7 +130,7 @@ class FusedBody:
         ``outputs`` is described in :func:`~refusion_lit.modeling.transformers_forward.library_states`.
 
         Returns:
-            Hidden states; zeros for padding, which the cache was not prepared to store.
+            Hidden states; zeros for padding, which the cache does not store.
         """
         # Only attention includes padding: everything else is computed for the stored tokens only.
         rows = Rows(input_ids.shape, None if cache is None else cache.source_index)
@@ -152,7 +152,7 @@ class FusedBody:
             ids: The tokens.
             rotation: Result of :meth:`_angles` for the tokens' positions.
             attention: Attention in the forward pass.
-            outputs: Receives the outputs of the layers that are its keys.
+            outputs: Its keys are layer numbers; it receives these layers' outputs.
         """
         drafts = self._drafts
         masks = None if drafts is None else drafts.gate(ids)
@@ -220,7 +220,7 @@ def _linear(*modules: nn.Linear, packed: PackedWeights | None, batch_invariant: 
 
 
 def _layer(layer: Any, num_heads: int, num_key_heads: int, linear: Callable[..., Linear]) -> _Layer:  # noqa: ANN401
-    """Return the fused form of a transformer layer. ``linear`` makes a product of several linear layers' weights."""
+    """Return the fused form of a transformer layer. ``linear`` joins several linear layers into one product."""
     attention = layer.self_attn
     mlp = layer.mlp
     heads_norm = None
@@ -262,9 +262,9 @@ def is_known(body: Any) -> bool:  # noqa: ANN401 - a transformers model, or a wr
     """Return whether :class:`~refusion_lit.modeling.fused.body.FusedBody` computes what a body computes.
 
     The body must consist of the known classes, without hooks or patches, with plain parameters that share a type and a
-    device. It must have full attention by sdpa or (in training) flex attention, SiLU, rotary frequencies that do not
-    depend on the batch, and biases in queries, keys and values only. So adapters, quantised or sharded weights and
-    offloading are all refused.
+    device. It must have SiLU, rotary frequencies that do not depend on the batch, biases in queries, keys and values
+    only, and full attention by sdpa or (in training) flex attention. Adapters, quantised or sharded weights and
+    offloading are therefore not supported.
     """
     family = next((family for family in _FAMILIES if family[0] is type(body)), None)
     if family is None or torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:

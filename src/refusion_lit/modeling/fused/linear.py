@@ -1,9 +1,9 @@
-"""Linear layers for the fused backbone, with packed weights that make products with few tokens fast on CPUs.
+"""Linear layers for the fused backbone, with packed weights that speed up products with few tokens on CPUs.
 
 A decode step multiplies a few tokens with every weight. torch's usual product is optimised for a single row or for many
-rows. oneDNN's product with packed weights takes down to half the time for numbers in between, and about the same time
-for other numbers. Layers with the same input, such as the query, key and value layers, share a product, because a call
-of oneDNN costs as much as a small product (``benchmarks/kernels.py``).
+rows. For numbers in between, oneDNN's product with packed weights takes as little as half the time; for other numbers,
+about the same time. Layers with the same input, such as the query, key and value layers, share a product, because a
+call of oneDNN costs as much as a small product (``benchmarks/kernels.py``).
 """
 
 from __future__ import annotations
