@@ -36,7 +36,7 @@ def find_class(base: type[T], name: str) -> type[T]:
     >>> find_class(Decoder, "CARD")
     <class 'refusion_lit.contrib.card.CARD'>
     """
-    waiting = [] if name.startswith("_") else [base]  # such as __path__, which imports ask for
+    waiting = [] if name.startswith("_") else [base]  # such as __path__, which import statements look up
     if waiting:
         load_plugins()
     while waiting:

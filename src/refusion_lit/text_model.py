@@ -48,19 +48,19 @@ def check_plan(
     *,
     allow_mismatch: bool = False,
 ) -> None:
-    """Refuse a decoder that does not fit a model, and prompts that are too long for it, before its weights are read.
+    """Before weights are read, refuse a decoder that does not fit a model, and prompts that are too long.
 
     Args:
         plan: The model's tokenizer, traits and length limits.
         decoder: The decoder; ``None``: the model's default decoder. A decoder with a verifier is checked later.
         lengths: Pairs: a prompt's number of tokens, its id.
         sampling: Gives the response's maximum length.
-        allow_mismatch: Let a decoder pass for which the model was not trained; decoding warns of it.
+        allow_mismatch: Allow a decoder for which the model was not trained; decoding then warns.
 
     Raises:
         ModelMismatchError: If the model was not trained for the decoder.
-        ValueError: If the decoder needs a drafter that the model lacks, or prompts leave no room for the response in
-            the context, naming the longest prompt.
+        ValueError: If the model lacks a drafter that the decoder needs, or if prompts leave no room for the response in
+            the context. The error names the longest prompt.
     """
     if decoder is None:
         decoder = default_decoder(plan.traits, plan.entry.get("decoder"), drafts=plan.has_drafter).adapt_to(sampling)
@@ -75,7 +75,7 @@ def check_plan(
 
 @contextmanager
 def _named_alternative(traits: ModelTraits, decoder: Decoder) -> Iterator[None]:
-    """Name a decoder that fits a model in the error about a decoder that does not."""
+    """If a decoder does not fit a model, add the name of a fitting decoder to the error."""
     try:
         yield
     except ModelMismatchError as error:
@@ -109,7 +109,7 @@ class TextModel:
 
     @property
     def default_decoder(self) -> Decoder:
-        """The decoder that the model's config names, or that fits what the model was trained for.
+        """The decoder named in the model's config, else a decoder that fits the model's training.
 
         Warns if the config says neither; see :func:`~refusion_lit.families.defaults.named_decoder`.
         """
@@ -157,7 +157,7 @@ class TextModel:
             after: The tokens of the prompt. A tokenizer may drop a space at the beginning of a text, and a response is
                 a part of the whole text.
             stop: Stop strings, which are found in names of special tokens, too.
-            keep: Texts; special tokens whose names they contain are kept as text.
+            keep: Texts. Special tokens whose names occur in them are kept as text.
             is_growing: Whether further tokens may follow, for :class:`~refusion_lit.decoding.TextStream`.
         """
         return self._detokenizer(token_ids, after, stop, keep, is_growing=is_growing)
@@ -207,10 +207,10 @@ class TextModel:
             sampling: Length limit and sampling options.
             callbacks: Notified when tokens are committed and prompts finish.
             trace: Record a trace of every forward pass.
-            num_top_logprobs: Record log-probabilities of the tokens, and of this many alternatives per token.
+            num_top_logprobs: Record the tokens' log-probabilities, and this number of alternatives per token.
             kept: Keeps the cache of a call for the next call.
-            continues_text: Whether a response's text continues the prompt's text; otherwise, it is the text of the
-                response's tokens alone, which may lack a space at its beginning.
+            continues_text: Whether a response's text continues the prompt's text. Otherwise, the response's tokens are
+                decoded alone, and the text may lack a space at its beginning.
             options: Fields of :class:`~refusion_lit.types.DecodingOptions`.
 
         Raises:
@@ -270,12 +270,11 @@ class TextModel:
                 :func:`refusion_lit.decoding.decode`.
 
                 ``ids`` are names of the prompts, which key their sampling noise; by default their indices.
-                A template is given text of a response with spans to fill: ``{{5}}`` for five tokens, ``{{1-6}}`` for
-                the most probable filling of one to six tokens, and ``{{...}}`` at the end to continue freely.
-                ``None`` gives no text. ``max_new_tokens`` does not count given tokens.
-                With ``num_top_logprobs: n``, a response has the log-probabilities of its tokens and of n alternatives.
-                With ``json_schema``, every response parses and keeps the schema; schemas that cannot be guaranteed are
-                refused.
+                A template is a response's given text, with spans to fill: ``{{5}}`` for five tokens, ``{{1-6}}`` for
+                the most probable filling of one to six tokens, and ``{{...}}`` at the end to continue freely. ``None``
+                gives no text. ``max_new_tokens`` does not count given tokens. With ``num_top_logprobs: n``, a response
+                has the log-probabilities of its tokens and of n alternatives. With ``json_schema``, every response
+                parses and keeps the schema; schemas that cannot be guaranteed are refused.
 
         Raises:
             TypeError: If an option is unknown.
@@ -340,7 +339,7 @@ class TextModel:
 
 
 def _check_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse objects other than prompts, and ids, given tokens included, that the tokenizer does not know."""
+    """Refuse objects that are no prompts, and ids (given tokens included) that the tokenizer does not know."""
     require(isinstance(prompt, Prompt), "prompts", "a list of Prompt", prompt, "use generate for texts")
     for token in {*prompt.token_ids, *prompt.given} - {None}:
         if not 0 <= token < 1 << 31 or tokenizer.convert_ids_to_tokens(token) is None:

@@ -1,4 +1,4 @@
-"""Values that all layers share: special tokens, model traits, prompts, constraints, decoding and sampling options."""
+"""Values shared by all layers: special tokens, model traits, prompts, constraints, and options."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ class ModelTraits:
 class ConstraintState(ABC):
     """Constraint on one response while it is decoded.
 
-    Both methods take ``place``, which counts the tokens of the response, and ``before``, the tokens on the left of that
-    place if the decoder draws from left to right. They include drafts under verification, and masks.
+    Both methods take ``place``, the number of response tokens before the token, and ``before``: these tokens, if the
+    decoder draws from left to right. They include drafts under verification, and masks.
     """
 
     @abstractmethod
@@ -132,12 +132,11 @@ class ConstraintState(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """Which responses a prompt may get, token by token; several prompts may share a constraint.
+    """Constrains a prompt's responses, token by token. Several prompts may share a constraint.
 
     Attributes:
         begin: Returns the state for a response. The argument is the response's maximum length in tokens.
-        left_to_right: Whether the constraint needs the tokens before a place, which only decoders from left to right
-            know.
+        left_to_right: Whether the constraint needs all tokens before a place. Only left-to-right decoders know them.
     """
 
     begin: Callable[[int], ConstraintState]
@@ -199,8 +198,8 @@ class DecodingOptions:
             next prompt (continuous batching).
         max_tokens_per_forward: Maximum number of positions, padding included, that a batched forward pass computes,
             at least 1; prompts that do not fit wait. ``None``: no limit.
-        max_cache_tokens: Maximum number of KV cache entries (tokens of prompts and responses) of all prompts in flight,
-            at least 1; long prompts then run with fewer others at a time. ``None``: no limit.
+        max_cache_tokens: Maximum number of KV cache entries (tokens in prompts and responses) for all prompts in
+            flight, at least 1. With long prompts, fewer prompts then run at a time. ``None``: no limit.
         share_prefixes: Compute the common beginning of several prompts once and copy its cache entries.
         allow_mismatch: Run a decoder that the model was not trained for; tables mark it.
     """
@@ -218,7 +217,7 @@ class DecodingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How much to generate and how tokens are drawn.
+    """Options for generation: length limit, temperature, filters, seed, stop strings.
 
     >>> sampling = SamplingParams(max_new_tokens=64, temperature=0.7, top_p=0.9, stop=["END"])
     >>> sampling.greedy().temperature

@@ -1,1 +1,1 @@
-"""Lightning checkpoints that need no config: their metadata, atomic and sharded files, and models from them."""
+"""Lightning checkpoints that need no config: metadata, atomic and sharded files, and loading models."""

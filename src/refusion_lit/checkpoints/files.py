@@ -38,7 +38,7 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> dict[str, Any]:
 
     Raises:
         ValueError: If the file is missing, truncated or not a checkpoint, or a sharded checkpoint is incomplete or
-            names code that no checkpoint needs. For a run's checkpoint, the message names the newest whole one.
+            names code that no checkpoint needs. For a run's checkpoint, the message names the newest whole checkpoint.
     """
     file = _find_values(path)
     try:
@@ -51,7 +51,7 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> dict[str, Any]:
 
 
 def _find_values(path: str | Path) -> Path:
-    """Return the file that holds a checkpoint's plain values; check that the checkpoint is there.
+    """Return the file with a checkpoint's plain values; check that the checkpoint exists.
 
     Raises:
         ValueError: If the file is missing, or a sharded checkpoint is incomplete or unsafe.
@@ -75,7 +75,7 @@ def _load_file(file: Path, *, mmap: bool) -> dict[str, Any]:
 
 
 def model_source(source: str | Path) -> str:
-    """Return the model that ``ckpt_path`` names: for a run's directory its ``last.ckpt``, named on standard error.
+    """Return the model in ``ckpt_path``. For a run's directory: its ``last.ckpt``, which is printed on standard error.
 
     Raises:
         ValueError: If the path is empty, a drafter, or a directory with other checkpoints; names the newest.
@@ -114,7 +114,7 @@ def find_newest(folders: Sequence[Path], *, resumable: bool = False) -> tuple[Pa
 
     Args:
         folders: The directories.
-        resumable: Leave out files that hold only weights (``save_weights_only``), from which no training resumes.
+        resumable: Skip files with weights only (``save_weights_only``): no training can resume from them.
     """
     paths = [path for folder in folders for path in folder.rglob("*.ckpt") if not path.name.startswith(".")]
     paths.sort(key=lambda path: (path.stat().st_mtime_ns, path.name == "last.ckpt"), reverse=True)
@@ -131,7 +131,7 @@ def find_newest(folders: Sequence[Path], *, resumable: bool = False) -> tuple[Pa
 
 
 def check_weights(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: str | Path | None = None) -> None:
-    """Refuse weights whose names, shapes or kinds of numbers differ from a model's, or that are not finite.
+    """Refuse weights that are not finite, or whose names, shapes or kinds of numbers do not fit a model.
 
     Args:
         stored: Weights by name.
@@ -159,7 +159,7 @@ def _in(path: str | Path | None) -> str:
 
 
 def check_finite_weights(weights: Mapping[str, Tensor], path: str | Path | None = None) -> None:
-    """Refuse a checkpoint's weights that are infinite or not a number.
+    """Refuse a checkpoint with weights that are infinite or not a number.
 
     Args:
         weights: The weights by name.

@@ -1,4 +1,4 @@
-"""Metadata of checkpoints: what a model is, in plain values, so that a checkpoint needs no config to load."""
+"""Metadata of checkpoints: a model's description in plain values. With it, a checkpoint loads without a config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from refusion_lit.version import __version__
 
 METADATA_KEY = "refusion_lit"
 _FORMAT = 1
-"""Increases when older versions cannot read the metadata any more."""
+"""Version of the format, raised when older versions can no longer read the metadata."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class CheckpointMetadata:
     @property
     def entry(self) -> dict[str, Any]:
         """The config's entry ``refusion_lit``, with the traits."""
-        # The traits leave out a prompt_is_block that is false, but the config may have an older one.
+        # The traits omit prompt_is_block if it is false, but the config may hold an older value.
         return (self.architecture.get("refusion_lit") or {}) | {"prompt_is_block": False} | self.traits.to_dict()
 
     def backbone_config(self) -> BackboneConfig:

@@ -72,7 +72,7 @@ def load(
         device: The weights' device. ``auto``: a GPU that CUDA finds, else the CPU.
         revision: A hub id's pinned revision.
         trust_remote_code: Let the source run its Python code on this machine.
-        overrides: Attention pattern and implementation for directories that do not state theirs, ``fused_body`` and
+        overrides: Attention pattern and implementation, for directories that state neither; ``fused_body`` and
             ``batch_invariant``.
         draft: Directory of a drafter for the model, for :class:`~refusion_lit.decoding.SelfSpeculative`: written by
             this package, or in transformers' assistant layout (DFlash). By default, the drafter in the source's
@@ -147,7 +147,7 @@ def pair(model: TextModel, other: TextModel) -> None:
 
 
 def own_draft(source: str, revision: str | None, entry: Mapping[str, Any]) -> str:
-    """Return the drafter directory that a source holds beside its model.
+    """Return the directory of the drafter inside a model's directory.
 
     Args:
         source: Directory or hub id.
@@ -176,9 +176,9 @@ def read_default_decoder(
         source: A checkpoint, a run's directory, a Hugging Face directory or a hub id.
         revision: A hub id's pinned revision.
         checkpoint_format: The source's published format.
-        attention: Attention pattern of a source that does not state its own.
+        attention: Attention pattern, for a source that states none.
         block_size: Tokens per block, for block-causal attention.
-        draft: Directory of a drafter that the model will be loaded with.
+        draft: Directory of the drafter with which the model will be loaded.
 
     Raises:
         ValueError: If the config or the checkpoint cannot be read.
@@ -291,7 +291,7 @@ def load_checkpoint(
 def restore_metadata(
     checkpoint: dict[str, Any], backbone: Backbone, tokenizer: PreTrainedTokenizerBase | None, *, resumes: bool
 ) -> None:
-    """Prepare a training module's backbone for a checkpoint's weights, before it loads them.
+    """Prepare a training module's backbone for loading a checkpoint's weights.
 
     Args:
         checkpoint: The checkpoint. Its weights get their adapters merged if the backbone has none.
@@ -325,7 +325,7 @@ def _rebuild(
     options: BackboneConfig | None,
     check: CheckPlan | None = None,
 ) -> Backbone:
-    """Build the model that the metadata describes, with random weights."""
+    """Build the model described by the metadata, with random weights."""
 
     def check_first(plan: ModelPlan) -> None:
         if check is not None:

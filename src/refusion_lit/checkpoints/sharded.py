@@ -15,7 +15,7 @@ from torch.distributed import checkpoint as distributed_checkpoint
 from refusion_lit.utils.errors import last_line
 
 INDEX = ".metadata"
-"""File in the directory of a sharded checkpoint that says which piece holds what."""
+"""File in a sharded checkpoint's directory that lists the contents of every piece."""
 _PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 # Modules and names that torch writes into the index, which is a pickle; None allows all classes of a module.
 _ALLOWED = {
@@ -33,7 +33,7 @@ def load_sharded(path: str | Path, tensors: dict[str, Tensor]) -> None:
 
     Args:
         path: The checkpoint's directory.
-        tensors: Tensors to fill, by their names in the module that was saved.
+        tensors: Tensors to fill, by their names in the saved module.
 
     Raises:
         ValueError: If the index is unsafe, or a tensor is missing, has another shape, or holds integers in place of
@@ -56,7 +56,7 @@ def load_sharded(path: str | Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _member(owner: type[Enum], name: str) -> Enum:
-    """Return a member of an enumeration: what an index has ``getattr`` for if an early Python 3.11 wrote it."""
+    """Return an enumeration's member. An index written by an early Python 3.11 calls ``getattr`` for it."""
     if not (isinstance(owner, type) and issubclass(owner, Enum)):
         raise pickle.UnpicklingError(f"it reads {name} of {owner!r}")
     return owner[name]

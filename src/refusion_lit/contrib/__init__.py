@@ -12,7 +12,7 @@ from refusion_lit.types import ModelTraits
 
 
 def _fits_card(traits: ModelTraits) -> bool:
-    """Return whether attention is causal and masks predict only the next token."""
+    """Return whether attention is causal and masks predict the next token only."""
     predictions = {*(traits.predictions or ())}
     others = {"mask", "isolated_mask", "next_token_in_slot"}
     return traits.attention == "causal" and "mask_shifted" in predictions and not predictions & others

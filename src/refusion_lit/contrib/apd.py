@@ -24,7 +24,7 @@ _UNKNOWN = -1e4
 
 @dataclass(frozen=True, kw_only=True)
 class APD(Decoder):
-    """Accepts a masked model's drafts as long as the product of two models draws the same tokens.
+    """Accepts a masked model's drafts as long as a product of two models' distributions draws the same tokens.
 
     A round takes two forwards. The masked model sees the prompt, known tokens and the next ``max_lookahead`` masks, in
     both directions, and drafts all masks. The verifier, a small autoregressive model with the same tokenizer, reads the
@@ -32,14 +32,14 @@ class APD(Decoder):
     with the same noise as the draft. The first draft is always accepted; later drafts are accepted until a draft
     differs from its target. Text is committed from left to right. A round with a single mask needs no verifier.
 
-    The masked model recomputes prompt and window in every round. The verifier has an exact KV cache, whose entries
-    ``num_cached`` counts.
+    The masked model recomputes prompt and window in every round. The verifier has an exact KV cache; ``num_cached``
+    counts its entries.
 
     Source: APD (arXiv 2506.00413, algorithm 1) with ``kv_window`` off; the approximate cache of the masked model is not
     implemented. Draft and target share their noise, as in the paper; the released program takes the most probable
     target and applies the temperature twice. Deliberate differences: temperature, top-k and top-p also act on the
-    product; the verifier reads the token before the drafts again, where the program keeps old logits (from a wrong
-    position after all drafts were accepted); a response ends at its first EOS token.
+    product; the verifier reads the token before the drafts again, whereas the program keeps old logits (from a wrong
+    position if all drafts were accepted); a response ends at its first EOS token.
 
     Attributes:
         mixture_weight: Weight R of the masked model in the product (``apd_mixture_weight``), in [0, 1]. 1 accepts every
@@ -52,7 +52,7 @@ class APD(Decoder):
     """
 
     requires = ModelRequirements(attention="bidirectional", predictions=("mask", "verifier"))
-    refuses = "it writes from left to right, and its verifier sees no text on the right of a token"
+    refuses = "it writes from left to right, and its verifier sees no text to the right"
 
     ranges = {"mixture_weight": "[0, 1]", "max_lookahead": 1}
     mixture_weight: float = 0.7
@@ -98,8 +98,8 @@ class PairedModel(LanguageModel):
     """Combines a masked model and an autoregressive verifier into a single language model, for :class:`APD`.
 
     The masked model runs forwards without a KV cache, the verifier forwards with a cache. Hidden states are padded to
-    the size of the larger model; a last element marks which model computed them. Their dtype represents the values of
-    both models exactly.
+    the size of the larger model; a last element marks which model computed them. Their dtype represents both models'
+    values exactly.
 
     Args:
         masked: The masked model, which drafts.
@@ -157,7 +157,7 @@ class PairedModel(LanguageModel):
         return states
 
     def head_runner(self) -> Callable[..., Float[Tensor, "*shape vocab"]]:
-        """Return a head that applies the LM head of the model that computed the states; a call must not mix models."""
+        """Return a head that applies the LM head of the states' model. A call must not mix states of both models."""
         drafting, verifying = self._masked.head_runner(), self._verifier.head_runner()
 
         def logits(hidden: Tensor) -> Tensor:
@@ -170,5 +170,5 @@ class PairedModel(LanguageModel):
         return logits
 
     def make_cache(self, num_rows: int) -> KVCache:
-        """Return a KV cache of the verifier; the masked model has no cache."""
+        """Return a KV cache for the verifier; the masked model has no cache."""
         return self._verifier.make_cache(num_rows)

@@ -28,10 +28,10 @@ class CARD(Decoder):
     """Fills blocks of masks from left to right, several tokens per forward, with an exact cache of finished blocks.
 
     A mask is predicted at the position before it. So a forward feeds the token before the block, then the block up to
-    the position before its last mask. Every mask that is more probable than ``threshold`` is filled, and always the
-    most probable mask. Filled tokens never change. Attention is causal: a token that is filled to the right of a mask
-    does not help the mask. The first forward of a block also computes the previous block again; the KV cache entries
-    then equal ordinary causal decoding. With ``block_size: 1`` the decoder equals :class:`Autoregressive`.
+    the position before its last mask. Masks whose token is more probable than ``threshold`` are filled, and always the
+    most probable mask. Filled tokens never change. Attention is causal, so a filled token does not help masks to its
+    left. The first forward of a block also computes the previous block again; the KV cache entries then equal ordinary
+    causal decoding. With ``block_size: 1`` the decoder equals :class:`Autoregressive`.
 
     Source: CARD (arXiv 2601.22031), after third-party notes and re-implementations: neither the paper nor the authors'
     code was available, and their settings are unknown. Deliberate differences: the most probable mask is always filled,
@@ -42,9 +42,9 @@ class CARD(Decoder):
         threshold: Fill every mask whose token is more probable (tau), in [0, 1].
         max_rounds: Maximum number of forwards per block (T_max); the last forward fills all remaining masks. ``None``:
             no limit.
-        num_steps: Number of forwards over which a block's masks are spread; a forward fills at least its equal share.
-            ``None``: a forward fills at least a mask. I-DLM's sampler in NeMo AutoModel fills blocks like CARD with
-            ``threshold: 1`` and ``num_steps``.
+        num_steps: Number of forwards among which a block's masks are divided equally; a forward fills at least its
+            share. ``None``: a forward fills at least a mask. I-DLM's sampler in NeMo AutoModel fills blocks like CARD
+            with ``threshold: 1`` and ``num_steps``.
 
     >>> from refusion_lit.decoding import default_decoder
     >>> default_decoder(SoftTail().traits)
@@ -82,7 +82,7 @@ class CARD(Decoder):
 
 @dataclass(frozen=True, kw_only=True)
 class SoftTail(Objective):
-    """Masks tokens near the end of a response, and predicts every token from the tokens and masks before it.
+    """Masks tokens near the end of a response, and predicts every token from all tokens and masks before it.
 
     With t uniform in [0, 1) and R response tokens, N = max(1, floor(R t)) of the last W = min(R, floor(tail N)) tokens
     are masked, drawn uniformly. Attention is causal, and the state at a position predicts the next token. Targets that
@@ -97,7 +97,7 @@ class SoftTail(Objective):
     Attributes:
         tail: Width of the tail in masks (lambda), at least 1; 1 masks the whole tail.
         beta: A target without masks before it has the weight 1 / beta; above 0.
-        decay: How fast the influence of masks fades (p), in (0, 1].
+        decay: Rate at which the influence of masks fades (p), in (0, 1].
 
     >>> import torch
     >>> from refusion_lit.learning.batch import ResponseBatch

@@ -57,12 +57,12 @@ class D2F(BlockDecoder):
     """Decodes several blocks at once; opens a block as soon as enough of the previous block is known.
 
     A forward feeds all open blocks, and complete blocks that are not cached yet. Attention is block-causal: a block
-    sees itself and all earlier blocks, masks included. Every block commits its masks that are more probable than
-    ``threshold``. If no mask is, a *fully activated* block commits its most probable mask; a block is fully activated
-    once a share of at least ``activate_threshold`` of the previous block is known. At most one block with masks is
-    opened before a forward; blocks that are given as a whole need no forward. Once a block and all earlier blocks are
-    complete, the next forward stores their KV cache entries, which are exact. The prompt is one block, and blocks start
-    where the response starts, as in training.
+    sees itself and all earlier blocks, masks included. Every block commits masks whose token is more probable than
+    ``threshold``. If there is no such mask, a *fully activated* block commits its most probable mask: a block is fully
+    activated once at least the share ``activate_threshold`` of the previous block is known. Before a forward, at most
+    one block with masks is opened; completely given blocks need no forward. Once a block and all earlier blocks are
+    complete, the next forward stores their exact KV cache entries. The prompt is one block, and blocks start where the
+    response starts, as in training.
 
     Source: discrete diffusion forcing (arXiv 2508.09192, algorithm 1) and the released program, whose thresholds are
     the defaults. Deliberate differences: after any committed EOS token no block is opened (in the program, only after
@@ -74,7 +74,7 @@ class D2F(BlockDecoder):
         add_threshold: Open the next block once this share of the last block is known (tau_add), in [0, 1].
         activate_threshold: A block always commits a token once this share of the previous block is known (tau_act), in
             [0, 1].
-        num_open_blocks: Maximum number of blocks from the first block with masks to the last block; ``None``: no limit.
+        num_open_blocks: Maximum number of open blocks, from the first block with masks on; ``None``: no limit.
 
     >>> from refusion_lit.decoding import default_decoder
     >>> default_decoder(DiffusionForcing(block_size=16).traits) == D2F(block_size=16)
@@ -139,8 +139,8 @@ class DiffusionForcing(Objective):
     blocks, masks included. No clean copy is fed, so a sample costs only its length. The term ``mdm`` is the mean over
     masked tokens: cross-entropy / p.
 
-    Deliberate difference: the targets are the response tokens, so that training may start from any weights. D2F trains
-    adapters on the distributions that the base model predicts with bidirectional attention.
+    Deliberate difference: the targets are the response tokens, so that training may start from any weights. D2F's
+    targets are the base model's predictions with bidirectional attention, and it trains adapters.
 
     Attributes:
         block_size: Tokens per block, at least 1; the decoder may use another size.

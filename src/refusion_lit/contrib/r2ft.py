@@ -60,7 +60,7 @@ class Convolutional(LLaDA):
 
 
 def num_known_around(state: RowState, place: int, kernel_size: int) -> int:
-    """Count unmasked positions, prompt included, in the window centred at a place of the canvas."""
+    """Count unmasked positions, prompt included, in the window around a place in the canvas."""
     start = place - kernel_size // 2
     stop = place + kernel_size // 2 + 1
     num_prompt = min(max(-start, 0), state.prompt_length)
@@ -76,9 +76,8 @@ class R2FT(Objective):
     on are masked. The rejected text repeats the last g tokens before c, where g is uniform in [1, ``max_unit``]. It
     starts with a random token among them. Its length is uniform in [``min_span``, ``max_span``], but it ends with the
     response. An EOS token replaces a random token of the rejected text. A single forward of the masked input scores
-    both texts. With w the mean of log p over the response, where known tokens count 0, and l the mean of log p over the
-    rejected text, the terms are ``preference``, -log sigmoid(beta (w - l)), and ``likelihood``, -w, both means over
-    samples.
+    both texts. w is the mean of log p over the response, where known tokens count 0; l is the mean of log p over the
+    rejected text. The terms are means over samples: ``preference``, -log sigmoid(beta (w - l)), and ``likelihood``, -w.
 
     Deliberate differences: no margin, as in the released script (0.1 in the paper's text); means over samples, not
     sums; the EOS token replaces a token, also the last token; the rejected text ends with the response. Samples cannot

@@ -27,7 +27,7 @@ from refusion_lit.utils.require import require_at_least
 
 @dataclass(frozen=True, kw_only=True)
 class SetDiffusion(Decoder):
-    """Decodes a set of tokens per forward, chosen by confidence among the first masks of the text.
+    """Decodes a set of tokens per forward, chosen by confidence among the first masks in the text.
 
     A forward feeds the tokens that the last forward decoded, causally after the cache and in text order, and the masks
     within ``window_size`` positions from the first mask. A mask sees the cache, the new tokens and itself, but no other
@@ -44,7 +44,7 @@ class SetDiffusion(Decoder):
     Attributes:
         window_size: Maximum number of masks in a forward, W (``max_window_size``), at least 1.
         threshold: Commit every mask whose token is at least this probable, in [0, 1]; ``None``: only the quota.
-        quota: Minimum number of tokens that a forward commits, at least 1 (response length / ``num_steps``).
+        quota: Minimum number of tokens committed per forward, at least 1 (response length / ``num_steps``).
 
     >>> from refusion_lit.decoding import default_decoder
     >>> default_decoder(StaggeredSets().traits)
@@ -111,7 +111,7 @@ class StaggeredSets(Objective):
     context length.
 
     Attributes:
-        set_size: Size of sets that the noise imitates, d, at least 1; 1 is left to right.
+        set_size: Set size d that the noise imitates, at least 1; 1 is left to right.
         reach: Tokens this far apart keep their order, D (``max_block_size``), at least ``set_size``. The order is
             uniform if ``reach`` equals ``set_size`` and is at least the response length.
         pad_responses_to: Lengthen responses with EOS tokens to a multiple of this number, so that the decoding

@@ -26,12 +26,12 @@ PRIOR_TEMPERATURE = 0.5
 """Temperature of the prior, the softmax of the first tokens' log-probabilities."""
 
 IMMEDIATE_WEIGHT = 0.5
-"""Weight lambda of the first slot's confidence in the value of a simulation; later slots share the rest."""
+"""Weight lambda of the first slot's confidence in a simulation's value; later slots share the rest."""
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A slot in the search tree, decoded after the slots on its path; the root holds text that is not cached.
+    """A slot in the search tree, decoded after the slots on its path. The root holds uncached text.
 
     Attributes:
         parent: The previous node; ``None`` at the root.
@@ -151,11 +151,11 @@ class SearchState(SlotState):
 
 @dataclass(frozen=True, kw_only=True)
 class SlotSearch(Decoder):
-    """Decodes slots one by one in the best order that a search finds; for ReFusion models.
+    """Decodes slots one by one, in the best order found by a search; for ReFusion models.
 
     A slot is filled from left to right: a mask predicts the first token, and next-token prediction the other tokens.
-    Slots that the search tries and discards cost forwards, which count like all other forwards. With
-    ``temperature > 0`` first tokens are sampled.
+    Slots that the search tries and discards cost forwards, which are counted, too. With ``temperature > 0``, first
+    tokens are sampled.
 
     Attributes:
         slot_size: Tokens per slot, K in the paper.
@@ -169,8 +169,8 @@ class SlotSearch(Decoder):
         horizon: Number of slots that a simulation decodes, at least 1; slots after the first follow in the order of
             confidence.
         beam_size: Number of partial orders that the beam keeps.
-        max_candidates: Number of slots that are tried after a node: the most confident slots; ``tree_search`` adds the
-            leftmost slot.
+        max_candidates: Number of slots to try after a node, the most confident slots; ``tree_search`` adds the leftmost
+            slot.
 
     >>> import refusion_lit
     >>> model = refusion_lit.load("tests/goldens/models/additions-clean")

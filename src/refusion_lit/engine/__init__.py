@@ -1,1 +1,1 @@
-"""The engine: one prompt becomes text. Decoders ask for forwards; the engine batches, counts, streams and cuts."""
+"""The engine turns prompts into text. Decoders request forwards; the engine batches, counts, streams and cuts."""

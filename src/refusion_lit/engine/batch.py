@@ -1,4 +1,4 @@
-"""A call of the model: many prompts' forwards in a padded batch.
+"""A model call: many prompts' forwards in a padded batch.
 
 Coordinates (docs/architecture.md has a picture): a *place* counts response tokens, a *position* text tokens, an
 *offset* a branch's tokens, an *index* cache entries.
@@ -20,7 +20,7 @@ from refusion_lit.modeling.visibility import Span, Visibility
 
 
 def measure_shape(forward: Forward) -> tuple[int, int]:
-    """Return how many rows a forward takes in a call, and how long they are."""
+    """Return the number and the length of the rows that a forward takes in a call."""
     lengths = [len(branch.tokens) for branch in forward.branches]
     return (1, sum(lengths)) if forward.packed else (len(lengths), max(lengths))
 
@@ -37,13 +37,13 @@ class Batch:
     Attributes:
         ids: Tokens.
         positions: Their positions in the text.
-        visibility: Which cache entries every token sees or, without a cache, which tokens of its row.
+        visibility: The cache entries that every token sees or, without a cache, the tokens in its row.
         shapes: Every forward's number of rows, and its length without padding.
         num_tokens: Number of tokens, without padding.
         num_keys: Keys that attention reads per row: cache entries, including entries of the batch's own tokens.
         starts: First token of every branch, by forward, among the tokens of the forward's rows, padding included.
-        signal: Soft embeddings of the tokens for self-conditioning, zeros where a branch has none; ``None`` if all
-            branches have none.
+        signal: Soft embeddings of the tokens for self-conditioning; zeros for a branch without them; ``None`` if no
+            branch has them.
     """
 
     ids: Int[Tensor, "row token"]

@@ -10,8 +10,8 @@ from refusion_lit.engine.decoder import RowState
 from refusion_lit.engine.requests import Branch, Proposal
 
 FEW_POSITIONS = 16
-"""Up to this number, a CPU computes logits hardly slower than for a single position: reading the LM head's weights
-dominates. So few masks are read at once, even if they may not be needed."""
+"""Number of positions for which a CPU computes logits hardly slower than for one position, because reading the LM
+head's weights dominates. So few masks are read together, even if some may not be needed."""
 
 
 @dataclass(kw_only=True)
@@ -35,7 +35,7 @@ class Acceptance:
         num_tested: Drafts compared with the model's own token.
         num_accepted: Drafts that were equal to the model's own token.
         num_assumed: A prior: additional drafts, half accepted.
-        half_life: After so many tokens a draft counts half: a text is easy to draft here and hard there.
+        half_life: Number of tokens after which a draft counts half, because some parts of a text are easier to draft.
     """
 
     num_tested: float = 0.0
@@ -49,14 +49,14 @@ class Acceptance:
         return (self.num_accepted + self.num_assumed / 2) / (self.num_tested + self.num_assumed)
 
     def count(self, num_tokens: int, num_tested: int = 0, num_accepted: int = 0) -> None:
-        """Count a forward's drafts. Earlier drafts count less and less, so that drafting is tried again."""
+        """Count a forward's drafts. Earlier drafts lose weight, so that drafting is tried again."""
         decay = 0.5 ** (num_tokens / self.half_life)
         self.num_tested = decay * (self.num_tested + num_tested)
         self.num_accepted = decay * (self.num_accepted + num_accepted)
 
 
 def branch_after(start: int, tokens: Sequence[int], **options: Any) -> Branch:  # noqa: ANN401 - fields of Branch
-    """Return a branch of tokens at the positions from ``start`` on, which see all cache entries before ``start``.
+    """Return a branch with tokens at the positions from ``start`` on; they see all cache entries before ``start``.
 
     Args:
         start: Number of tokens in the cache, in text order.

@@ -20,7 +20,7 @@ _ARGUMENTS = (
     "decoder", "sampling", "ids", "templates", "json_schema", "callbacks", "trace", "num_top_logprobs", "kept",
     "continues_text",
 )  # fmt: skip
-"""Arguments of :meth:`refusion_lit.TextModel.generate` besides its decoding options, to suggest."""
+"""Arguments of :meth:`refusion_lit.TextModel.generate` that are no decoding options; errors suggest them."""
 
 
 class ModelMismatchError(ValueError):
@@ -41,10 +41,10 @@ def check_arguments(decoder: object, sampling: object, callbacks: object, kept: 
 
 
 def read_decoding_options(named: Mapping[str, Any]) -> DecodingOptions:
-    """Return the options of a decode from their names and values.
+    """Build decoding options from names and values.
 
     Raises:
-        TypeError: If an option is unknown; the error names a similar option, and where sampling options go.
+        TypeError: If an option is unknown. The error names a similar option, or where sampling options go.
         ValueError: If a value is out of range.
     """
     known, sampling_names = ([field.name for field in fields(kind)] for kind in (DecodingOptions, SamplingParams))
@@ -67,7 +67,7 @@ def check_traits(
         traits: What the model was trained to do.
         decoder: The decoder.
         allow_mismatch: Only warn if the model was trained for something else.
-        fix: What to do, as a sentence; used if :meth:`Decoder.mismatch_fix` returns nothing.
+        fix: Advice, as a sentence, if :meth:`Decoder.mismatch_fix` returns none.
 
     Returns:
         The reasons why the model does not fit, if mismatches are allowed.
@@ -88,7 +88,7 @@ def check_model(
     model: LanguageModel, decoder: Decoder, *, allow_mismatch: bool = False,
     fix: str = "Set allow_mismatch to true to run it anyway.",
 ) -> list[str]:  # fmt: skip
-    """Refuse a model that a decoder cannot run on, or a model that was not trained for the decoder.
+    """Refuse a model on which a decoder cannot run, or which was not trained for the decoder.
 
     Args:
         model: The model.
@@ -136,7 +136,7 @@ def check_context(
 
     Args:
         model: The model, or its limits alone.
-        lengths: Pairs: a prompt's number of tokens, its id, which may be empty.
+        lengths: Pairs of a prompt's number of tokens and its id, which may be empty.
         max_new_tokens: The response's maximum length.
         decoder: The decoder; ``None``: texts are read in one pass, causally.
         option: The option with the maximum length, for messages.
@@ -217,7 +217,7 @@ def _check_cache_size(lengths: Sequence[tuple[int, str]], max_new_tokens: int, m
 
 
 def _check_canvas(model: LanguageModel, decoder: Decoder, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
-    """Refuse blocks, slots or windows that reach beyond the last position that a model has learnt."""
+    """Refuse blocks, slots or windows that reach beyond the model's last learnt position."""
     limit = model.context(in_text_order=decoder.keeps_text_order)
     expected = f"whole blocks, slots or windows in {limit} positions, the model's context"
     fix = "shorten the prompt, lower max_new_tokens, or use smaller blocks or slots"

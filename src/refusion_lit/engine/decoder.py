@@ -1,4 +1,4 @@
-"""The decoder interface: an immutable strategy that begins a prompt's state and advances it step by step."""
+"""The decoder interface: an immutable strategy that creates a prompt's state and advances it step by step."""
 
 # No postponed annotations: jsonargparse would evaluate Decoder's annotations in the modules of its subclasses. If a
 # module did not import the names in an annotation, jsonargparse would not check the option's type.
@@ -19,10 +19,11 @@ class ModelRequirements:
 
     Attributes:
         attention: Attention pattern of the decoder's forwards.
-        predictions: What the decoder needs the logits to mean.
+        predictions: The meaning that the logits must have.
         drafter: Whether the decoder needs a drafter attached to the model.
         block_size: Tokens per block, for block-causal attention; ``None``: any size.
-        prompt_is_block: For block-causal attention: the prompt is one block, and blocks are counted from the response.
+        prompt_is_block: For block-causal attention: the prompt is a single block, and counting blocks starts at the
+            response.
     """
 
     attention: AttentionKind
@@ -68,10 +69,10 @@ class RowState:
         commit_rounds: Which forward committed a place, from 1; 0 while masked, and for given tokens.
         finished: Set by the decoder when nothing is left to do.
         num_forwards: Forwards in which the prompt took part; counted by the engine.
-        schedule_length: Maximum number of forwards, for decoders whose steps may commit nothing; 0 for others.
+        schedule_length: Maximum number of forwards if steps may commit nothing; 0 for other decoders.
         forward_cost: Fixed cost of a forward on the model's device, in positions. Set by the engine.
         num_rows: Number of prompts that share the cost of a forward. Set by the engine.
-        num_shared: Number of leading prompt tokens that are in the KV cache before the first forward, at
+        num_shared: Number of prompt tokens, from the start, that are in the KV cache before the first forward, at
             indices equal to their positions. The decoder does not feed them. Set by the engine.
         num_cached: Cache entries with final text, for decoders that count them; ``num_shared`` at first.
         max_length: The response's maximum length; its actual length once the final prefix has an EOS.
@@ -122,7 +123,7 @@ class RowState:
 
     @property
     def mask_token_id(self) -> int:
-        """The mask token; the engine refuses models without one if the decoder relies on more than the next token."""
+        """The mask token. If the decoder needs masks, the engine refuses models without a mask token."""
         mask = self.special_tokens.mask_token_id
         assert mask is not None, "the decoder feeds mask tokens, but requires no prediction of a mask"
         return mask
@@ -157,7 +158,7 @@ class RowState:
     def final_prefix(self) -> list[int]:
         """Return the longest final prefix of the response, cut after the first EOS and at :attr:`max_length`.
 
-        The search resumes where it ended, as final places stay final.
+        The search resumes where it last ended, because final places stay final.
         """
         while self.num_final < min(self.max_length, len(self.tokens)) and not self.is_masked[self.num_final]:
             self.num_final += 1
@@ -187,15 +188,15 @@ class Decoder(ABC):
     dataclasses that check their options on construction.
 
     Class attributes:
-        requires: What the decoder needs of a model; override :meth:`requirements` if that depends on options.
-        ranges: Numeric options' minimum or interval, checked on construction; see ``utils.require.check_options``.
+        requires: The decoder's requirements on a model; override :meth:`requirements` if they depend on options.
+        ranges: Minimum or interval of numeric options, checked on construction; see ``utils.require.check_options``.
         shares: Which common tokens of prompts may be copied; see :meth:`num_shareable`. ``all`` where the first forward
             reads masks after the prompt, ``all_but_last`` where it reads the logits at the prompt's last token.
-        refuses: Why the decoder cannot keep given tokens in place, ``None`` if it can; override :meth:`refusal` if that
-            depends on options.
+        refuses: Reason why the decoder cannot keep given tokens in place; ``None`` if it can. Override :meth:`refusal`
+            if the reason depends on options.
         state: The states' class.
-        stop_at_eos: Whether the engine finishes a response, after a step, once its final prefix has an EOS or is the
-            whole response. If not, the decoder sets ``finished``.
+        stop_at_eos: Whether the engine finishes a response once its final prefix has an EOS or is the whole response.
+            If not, the decoder sets ``finished``.
         shifted: Whether the position before a mask predicts the mask.
     """
 
@@ -222,7 +223,7 @@ class Decoder(ABC):
         return self.is_left_to_right
 
     def requirements(self) -> ModelRequirements:
-        """Return what this decoder, with its options, needs of a model."""
+        """Return the requirements on a model, given the decoder's options."""
         what = f"what {type(self).__name__} needs of a model"
         fix = 'add requires = ModelRequirements(attention="causal", predictions=("mask",))'
         require(hasattr(self, "requires"), "decoder", what, "no class attribute requires", fix)
@@ -234,11 +235,11 @@ class Decoder(ABC):
         return replace(self.requires, predictions=predictions)
 
     def mismatch_fix(self, traits: ModelTraits) -> str:  # noqa: ARG002
-        """Return what to do about a model that does not fit, as a sentence; empty for the caller's own advice."""
+        """Return advice for a model that does not fit, as a sentence; empty for the caller's advice."""
         return ""
 
     def pair(self, model: LanguageModel, verifier: LanguageModel) -> LanguageModel:
-        """Return one model made of two, for a decoder that requires the prediction ``verifier``.
+        """Combine two models into one, for a decoder that requires the prediction ``verifier``.
 
         Args:
             model: The model that drafts.
@@ -247,7 +248,7 @@ class Decoder(ABC):
         raise NotImplementedError(f"{type(self).__name__} needs a verifier and must override pair")
 
     def check(self, sampling: SamplingParams) -> None:  # noqa: B027 - most decoders refuse nothing
-        """Refuse sampling options that the decoder cannot work with.
+        """Refuse sampling options that the decoder does not support.
 
         Raises:
             ValueError: Naming the option, what was expected and what was got.
@@ -267,7 +268,7 @@ class Decoder(ABC):
         return self.refuses
 
     def num_shareable(self, prompt_length: int, num_common: int) -> int:
-        """Return how many leading prompt tokens may be copied from another prompt's cache.
+        """Return how many tokens at the prompt's start may be copied from another prompt's cache.
 
         A decoder may return more than 0 under three conditions. From the first forward to the last, the prompt's tokens
         are in the cache at indices equal to their positions. Their KV cache entries depend on the tokens before them
@@ -276,7 +277,7 @@ class Decoder(ABC):
 
         Args:
             prompt_length: The prompt's number of tokens.
-            num_common: Leading tokens that both prompts have.
+            num_common: Number of tokens at the start that both prompts share.
         """
         return {"nothing": 0, "all": num_common, "all_but_last": min(num_common, prompt_length - 1)}[self.shares]
 

@@ -64,15 +64,15 @@ def decode(
         decoder: The strategy.
         prompts: Any number of prompts of any lengths.
         sampling: Length limit and sampling options.
-        named: Fields in :class:`~refusion_lit.types.DecodingOptions`: how prompts are batched; they change no token.
+        named: Fields of :class:`~refusion_lit.types.DecodingOptions`, which determine batching and change no token.
         callbacks: Notified when tokens are committed and prompts finish.
         detokenize: Turns a response's tokens into text; also takes ``after``, the prompt's tokens, and
             ``stop``, the stop strings. ``None``: generations have no text, and stop strings are refused.
         trace: Record every forward.
-        num_top_logprobs: Record log-probabilities of the tokens, and of this many most probable tokens of their
-            places, at least 0. ``None``: record none.
-        kept: Keeps the cache for the next call with the same model, whose prompts then share prefixes with the prompts
-            of this call.
+        num_top_logprobs: Record the tokens' log-probabilities, and at their places this number of most probable tokens,
+            at least 0. ``None``: record none.
+        kept: Keeps the cache for the next call with the same model; its prompts then share prefixes with this call's
+            prompts.
         checked: Whether the caller has run :func:`~refusion_lit.engine.checks.check_model` and ``check_prompts``.
 
     Raises:
@@ -144,7 +144,7 @@ class Engine:
         model: The model.
         decoder: The strategy.
         num_rows: Maximum number of prompts in flight.
-        options: How prompts are batched; the caller has checked that model and prompts fit.
+        options: Options for batching. The caller has checked that model and prompts fit.
         output: Counts calls, positions, shared tokens and memory.
         waiting: Submitted prompts without a cache row.
         running: Prompts in flight.
@@ -172,11 +172,11 @@ class Engine:
         self.run_body = model.runner()
         self.run_drafter = model.draft_runner()
         self.device = model.device
-        self.num_sharing = self.num_rows  # prompts that share the cost of a forward; a server sets the actual number
+        self.num_sharing = self.num_rows  # prompts that share a forward's cost; a server updates the number
 
     @cached_property
     def run_canvas(self) -> Callable[..., Tensor]:
-        """The model's forward pass of canvases, made on first use: most decoders feed none."""
+        """The model's forward pass over canvases, made on first use, because most decoders feed none."""
         return self.model.canvas_runner()
 
     def submit(
@@ -201,14 +201,14 @@ class Engine:
         self.waiting.append(PromptSequence(index, prompt, sampling, trace or self.trace, logprobs))
 
     def abort(self, index: int) -> None:
-        """Drop a prompt, waiting or in flight: its row is free from the next step on, and other prompts are unharmed.
+        """Drop a prompt, waiting or in flight. Its row is free from the next step on; other prompts go on.
 
         An unknown or finished prompt's number changes nothing.
         """
         self.waiting = [sequence for sequence in self.waiting if sequence.index != index]
         self.running = [sequence for sequence in self.running if sequence.index != index]
 
-    @torch.inference_mode()  # less work per operation than no_grad, which small models feel
+    @torch.inference_mode()  # less work per operation than no_grad: small models get faster
     def step(self) -> dict[int, Generation]:
         """Run one iteration; return the finished generations by prompt number."""
         decoder = self.decoder if self.options.share_prefixes else None
@@ -271,8 +271,8 @@ class Engine:
     def _schedule(self) -> list[list[PromptSequence]]:
         """Return the groups to serve next; a group's prompts share a call of the model.
 
-        Requests for further drafts need no call and come first, then a drafter's forwards, so that the model verifies
-        many prompts' drafts together, then forwards within the budget.
+        The order is: requests for further drafts, which need no call; then a drafter's forwards, so that the model
+        verifies many prompts' drafts together; then forwards within the budget.
         """
         drafting = [sequence for sequence in self.running if isinstance(sequence.request, MoreDrafts)]
         if drafting:
@@ -322,7 +322,7 @@ class Engine:
         return torch.cat([sequence.hidden for sequence in group]) if has_twins else hidden
 
     def _count_shape(self, group: Sequence[PromptSequence], *, num_positions: int, cache_length: int) -> None:
-        """Count a call's shape, including the logits that :class:`Sampler` will compute for the pending requests."""
+        """Count a call's shape, including the logits that :class:`Sampler` computes for the pending requests."""
         num_logits = 0
         for sequence in group:
             assert sequence.request is not None

@@ -12,7 +12,7 @@ from refusion_lit.modeling.kv_cache import KVCache
 
 @dataclass
 class KeptCache:
-    """Keeps the cache for the next call, so that a conversation's turns share prefixes with the turns before.
+    """Keeps the cache for the next call, so that a conversation's turns share prefixes with earlier turns.
 
     The next call must use the same model with the same weights. The cache's memory stays allocated.
     """
@@ -22,8 +22,8 @@ class KeptCache:
     def take(self, decoder: Decoder, num_rows: int) -> tuple[KVCache, dict[int, tuple[int, ...]]] | None:
         """Remove and return the kept cache and its prompts by row; ``None`` if the cache is unusable.
 
-        The cache is usable if it has ``num_rows`` rows and was filled by the same decoder in the same torch modes. It
-        is removed because an interrupted call leaves its entries undefined.
+        The cache is usable if it has ``num_rows`` rows and was filled by the same decoder in the same torch modes. The
+        cache is removed, because an interrupted call leaves undefined entries.
         """
         content = self._content
         self._content = None
@@ -37,6 +37,6 @@ class KeptCache:
 
 
 def _autocast() -> object:
-    """Return autocast's types, which a cache's tensors depend on."""
+    """Return autocast's types, on which a cache's tensors depend."""
     kinds = ("cpu", "cuda")
     return [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds]

@@ -1,4 +1,4 @@
-"""Log-probabilities of a response's tokens, as the forward passes of a decode give them."""
+"""Log-probabilities of a response's tokens, taken from the decode's forward passes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of a token of a response.
+    """A response token's log-probability.
 
     Attributes:
         token_id: The token.
-        logprob: Its log-probability in nats: the log-softmax of the model's logits over the whole vocabulary, before
-            temperature and filters, in the last forward pass that read the token's place before it was final.
-        forward: The number of that forward pass within the prompt's decode, from 1.
-        top: The most probable tokens of that place with their log-probabilities, best first.
+        logprob: The log-probability in nats: the log-softmax of the model's logits over the whole vocabulary, before
+            temperature and filters. The logits come from the last forward pass that read the place before the token was
+            final.
+        forward: The forward pass's number within the prompt's decode, from 1.
+        top: The place's most probable tokens with their log-probabilities, best first.
     """
 
     token_id: int
@@ -34,13 +35,13 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class LogprobRecorder:
-    """Keeps the distributions that were last read at every place, and the log-probabilities of final tokens.
+    """Keeps the last distributions read at every place, and the final tokens' log-probabilities.
 
-    A forward pass may read a place twice: the model verifies a draft there, and a mask drafts for the case that an
-    earlier draft is rejected. The distribution of the final token is the first from which this token was taken.
+    A forward pass may read a place twice: the model verifies a draft there, and a mask drafts in case an earlier draft
+    is rejected. The final token's distribution is the first from which the token was taken.
 
     Attributes:
-        num_top: How many of a place's most probable tokens are recorded, at least 0.
+        num_top: Number of most probable tokens to record per place, at least 0.
         entries: The log-probabilities of final tokens by place in the response.
     """
 
@@ -49,7 +50,7 @@ class LogprobRecorder:
     _read: dict[int, list[tuple[int, int, Tensor]]] = field(default_factory=dict)
 
     def record(self, state: RowState, branches: Sequence[Branch], readings: Sequence[Reading], forward: int) -> None:
-        """Take the readings of a forward pass after the decoder has committed tokens.
+        """Take a forward pass's readings, after the decoder has committed tokens.
 
         Args:
             state: The prompt's state.

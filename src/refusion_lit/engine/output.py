@@ -68,15 +68,16 @@ class Generation:
         text: The response without special tokens, cut before the first stop string; empty without a tokenizer.
         finish_reason: ``eos``, ``length``, ``stop`` (a stop string), or ``unfinished`` (masked places remain before the
             end, which no correct decoder leaves).
-        num_tokens: How many tokens were generated: the tokens in ``token_ids`` that were not given.
+        num_tokens: Number of generated tokens: tokens in ``token_ids`` that were not given.
         num_forwards: Forwards in which the prompt took part. Decoders that weigh a forward's cost (``SelfSpeculative``
             and ``infill: bonus`` of ``ReFusion``) take more or fewer forwards beside other prompts, for the same text.
-        num_drafter_forwards: Forwards of a drafter with layers of its own (DFlash); ``num_forwards`` and
-            ``num_positions`` leave them out.
+        num_drafter_forwards: A block drafter's forwards (DFlash); ``num_forwards`` and ``num_positions`` do not count
+            them.
         num_positions: Token positions computed for the prompt, without padding; positions copied from other prompts
             count too.
         seconds: Time from the prompt's admission to its end.
-        round_ratios: Committed tokens per forward in the rounds that committed any; only for the paper's TPF figure.
+        round_ratios: Committed tokens per forward, by round, for rounds that committed tokens; only for the paper's TPF
+            figure.
         forward_shapes: Rows and length that the prompt takes in its forwards.
         trace: One entry per forward; empty unless a trace was requested.
         logprobs: Log-probabilities of the tokens in ``token_ids``; empty unless they were requested. ``None`` for
@@ -104,7 +105,7 @@ class Generation:
 
 
 class CallShapes:
-    """Counts the calls of the model by shape, in little memory.
+    """Counts model calls by shape, in little memory.
 
     Calls with the same numbers of sequences, positions and logits form an entry, because their cost is linear in the
     cache length. A call that only runs the LM head has no positions.
@@ -126,11 +127,11 @@ class CallShapes:
         """Count a call.
 
         Args:
-            num_sequences: Prompts that take part.
+            num_sequences: Number of prompts in the call.
             num_positions: Positions computed by the body for all of them, without padding.
             num_logits: Positions whose logits the LM head computes.
-            cache_length: Largest number of keys that attention reads for a sequence, including the keys of the call's
-                own positions.
+            cache_length: Largest number of keys that attention reads for a sequence, including keys written by the
+                call.
         """
         shape = (num_sequences, num_positions, num_logits)
         num_calls, total = self.counts.get(shape, (0, 0))
@@ -162,7 +163,7 @@ class CallShapes:
 
 @dataclass(kw_only=True)
 class DecodingOutput:
-    """What :func:`~refusion_lit.decoding.decode` returns.
+    """The result of :func:`~refusion_lit.decoding.decode`.
 
     Attributes:
         rows: The prompts' generations, in the prompts' order.

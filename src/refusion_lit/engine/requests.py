@@ -1,4 +1,4 @@
-"""Requests that a decoder yields for one prompt (forwards, further drafts), and the readings that answer them.
+"""Requests that a decoder yields for one prompt (forwards, further drafts), and the engine's answers, the readings.
 
 The engine batches many prompts' requests into shared calls of the model. Readings are plain numbers, so one
 device-to-host transfer per call is enough; proposals' distributions stay on the device.
@@ -21,7 +21,7 @@ Confidence = Literal["raw", "filtered", "tempered"]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A draft and the distribution it was drawn from, for rejection sampling.
+    """A draft with its distribution, for rejection sampling.
 
     Attributes:
         token: The draft.
@@ -41,13 +41,13 @@ class Branch:
         positions: The tokens' positions in the text, counted from the prompt's start.
         order: Non-decreasing numbers; a token sees the branch's tokens with the same or a lower number. ``None``:
             causal; zeros: bidirectional.
-        visible: Ranges ``(start, stop)`` of cache indices that all tokens of the branch also see. A range may cover
-            entries that another branch of the same forward writes; the branch then sees part of the other branch.
+        visible: Ranges ``(start, stop)`` of cache indices that all tokens in the branch also see. A range may cover
+            entries that another branch writes in the same forward; the branch then sees part of the other branch.
         write_at: Cache index of the first token's KV cache entry; the other tokens follow.
         shift: Predicted position minus the position of the logits: 0 where masks predict themselves, 1 where tokens
             predict the next token.
         draft_at: Offsets into ``tokens``; a token is drawn from the logits at every offset.
-        score_at: Pairs of an offset and a token id, whose probability under the logits at the offset is read.
+        score_at: Pairs of an offset and a token id: the id's probability under the logits at the offset is read.
         proposals: Earlier drafts by offset in ``draft_at``; rejection sampling keeps or replaces them.
         signal: Soft embeddings of the branch's tokens for self-conditioning, from the previous step's reading.
     """
@@ -70,11 +70,11 @@ class Draw:
 
     Attributes:
         sampling: Temperature, top-p, top-k and seed.
-        round: The draw's number within its prompt; keys the noise together with the position.
-        forbidden: Ids that are never drawn, besides the ids that no decoder draws.
+        round: The draw's number within its prompt. Number and position key the noise.
+        forbidden: Further ids that are never drawn, in addition to the ids that no decoder draws.
         guidance: Classifier-free guidance weight w in l_u + (w + 1)(l_c - l_u). The forward's first branch gives the
             conditional logits l_c, its second branch the unconditional logits l_u. ``None``: no guidance.
-        confidence_forbidden: Ids that the softmax for the probabilities leaves out (LLaDA's EOS options).
+        confidence_forbidden: Ids left out of the softmax for probabilities (LLaDA's EOS options).
         confidence_temperature: Divides the logits for the probabilities alone; above 0 (WeDLM).
         statistic: Extra figure per draft: ``margin`` (difference of the two highest probabilities),
             ``negative_entropy`` (in nats), ``probability`` (of the drawn token), ``entropy`` (in nats, always of the
@@ -84,8 +84,8 @@ class Draw:
             temperature 0, ``tempered`` equals ``filtered``.
         top_p_first: Apply top-p before top-k (Dream); by default top-k comes first (transformers).
         with_probability: Whether the drafts' probabilities are used; without them the softmax is skipped.
-        denoises: Whether readings also have the most probable tokens and the soft embeddings of the filtered
-            distributions, which condition the next step.
+        denoises: Whether readings also have the most probable tokens, and the filtered distributions' soft embeddings,
+            which condition the next step.
         proposes: Whether readings hand out the drafts as proposals. Their noise is independent of other draws' noise
             at the same position. Needs a temperature above 0.
     """
@@ -109,8 +109,8 @@ class Compaction:
     """A prompt's cache entries that survive a compaction of its row.
 
     Attributes:
-        num_leading: How many leading entries stay in place.
-        indices: Which entries move behind the leading entries, in this order.
+        num_leading: Number of entries at the start that stay in place.
+        indices: Entries that move behind them, in this order.
     """
 
     num_leading: int
@@ -119,22 +119,22 @@ class Compaction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """One prompt's share of a call of the model.
+    """One prompt's share of a model call.
 
     Attributes:
         phase: Purpose (``plan``, ``verify``, ...), shown in traces.
         branches: The segments that are fed.
         draw: How drafts are drawn.
         cached: Whether KV cache entries are stored; if not, ``visible`` must be empty.
-        canvas: Whether the branches are canvases: tokens behind the text of which any may be wrong, and whose entries
-            the next forward overwrites. Models with a decoder of their own for canvases run it.
-        packed: Whether the branches share one row of the call, one after the other. Otherwise every branch has a row.
-            Changes the layout, not what a branch sees.
+        canvas: Whether the branches are canvases behind the text: any token may be wrong, and the next forward
+            overwrites their entries. A model with a separate decoder for canvases runs this decoder.
+        packed: Whether the branches share one row in the call, one after the other. Otherwise, every branch has a row.
+            The choice changes the layout only, not which tokens a branch sees.
         keep: Entries to keep when the cache is compacted before the forward; ``None``: no compaction.
-        by_drafter: Whether the model's drafter, which has layers of its own, computes the forward. It is no forward of
-            the model, and is not counted as such.
-        twin_at: For ``draw.guidance``: take the unconditional logits from the first row of the prompt's previous
-            forward, at the offsets of the first branch plus this number. ``None``: take them from the second branch.
+        by_drafter: Whether the model's block drafter computes the forward. The forward does not count as a model
+            forward.
+        twin_at: For ``draw.guidance``: take the unconditional logits from the first row in the prompt's previous
+            forward, at the first branch's offsets plus this number. ``None``: take them from the second branch.
     """
 
     phase: str
@@ -149,7 +149,7 @@ class Forward:
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """What forwards that share a call of the model have in common."""
+        """The properties shared by all forwards in a model call."""
         return self.cached, self.canvas
 
 
@@ -198,12 +198,12 @@ class Reading:
 
 @dataclass(slots=True)
 class SamplingJob:
-    """What the engine samples and scores at a branch: drafts at some offsets, given tokens at others.
+    """A branch's sampling job: drafts at some offsets, scores of given tokens at others.
 
     Attributes:
         draw: How tokens are drawn.
         branch: The branch.
-        start: Index of its first hidden state among the call's hidden states.
+        start: Index of the branch's first hidden state among the call's hidden states.
         prompt: The prompt, whose id keys the noise. No EOS is drawn before a template's last given token.
         canvas: The response so far; values at masked places are undefined.
         constraint: Which tokens may be drawn; ``None``: all tokens.

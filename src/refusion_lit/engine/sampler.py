@@ -1,8 +1,8 @@
-"""Samples tokens and scores given tokens, with one device-to-host transfer for all prompts of a call.
+"""Samples tokens and scores given tokens, with one device-to-host transfer per call.
 
 The steps are: gather hidden states, compute logits at the requested offsets only, sample, transfer, scatter. Jobs that
-share sampling options form a group. :class:`GreedySampler` serves greedy groups without further options, which most
-calls consist of; :class:`GroupSampler` serves all others. The rest of the file are functions of logits.
+share sampling options form a group. :class:`GreedySampler` serves greedy groups without further options: most calls
+have no others. :class:`GroupSampler` serves the remaining groups. The rest of the file contains functions of logits.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Sampler:
             self._fill_denoised(group, results, numbers)
 
     def _fill_denoised(self, group: Sequence[SamplingJob], results: GroupResults, numbers: Iterator[float]) -> None:
-        """Fill what only readings of denoising draws have."""
+        """Fill the fields that only denoising draws have."""
         signals = torch.cat(results.signals) if results.signals else None
         start = 0
         for job in group:
@@ -293,7 +293,7 @@ class GroupSampler:
 
 
 def _is_greedy(job: SamplingJob) -> bool:
-    """Whether a job is a greedy choice without guidance, extra figures, template and constraint: the fast path."""
+    """Whether a job takes the fast path: greedy, without guidance, extra figures, template and constraint."""
     draw = job.draw
     is_bare = draw.guidance is None and not (draw.confidence_forbidden or draw.statistic or draw.denoises)
     is_bare = is_bare and draw.confidence_temperature == 1
@@ -302,7 +302,7 @@ def _is_greedy(job: SamplingJob) -> bool:
 
 
 def _group_key(job: SamplingJob) -> tuple[object, ...]:
-    """Return a key that is equal for jobs that share all sampling options."""
+    """Return a job's group key, which is equal for jobs with equal sampling options."""
     draw = job.draw
     if _is_greedy(job):
         return draw.forbidden
@@ -341,7 +341,7 @@ def _allowed_ids(job: SamplingJob) -> list[Tensor | None]:
 
 
 def _contexts(job: SamplingJob) -> Iterator[tuple[int, list[int]]]:
-    """Yield every draft's place and the response before it, as decoders from left to right feed it."""
+    """Yield every draft's place and the response before it, as left-to-right decoders feed it."""
     branch = job.branch
     prompt_length = len(job.prompt.token_ids)
     first = branch.positions[0] - prompt_length
@@ -435,8 +435,8 @@ def draw_tokens(
 ) -> Int[Tensor, " position"]:
     """Draw one token at every position.
 
-    Temperature 0 takes the most probable token; ties go to the lower id. Above, Gumbel noise in float64 is added
-    to the filtered logits, which draws from their softmax (lower precision would lower the effective temperature).
+    Temperature 0 takes the most probable token; ties go to the lower id. Above 0, Gumbel noise is added to the filtered
+    logits, which draws from their softmax. The noise is float64: lower precision would lower the effective temperature.
 
     Args:
         logits: Logits with banned ids at -inf.
@@ -477,7 +477,7 @@ def keep_or_draw(
         proposed: The drafts' distributions q; zeros where there is no draft.
     """
     residual = (probabilities - proposed).clamp_(min=0)
-    # Where p and q are equal but for rounding, nothing may be left to draw from.
+    # If p and q differ by rounding only, nothing may be left to draw from.
     residual = residual.where(residual.sum(-1, keepdim=True) > 0, probabilities)
     drawn = _draw_with_noise(residual.log(), noise_keys)
     noise = KeyedNoise(noise_keys).uniform("keep", 1)

@@ -1,8 +1,8 @@
-"""Scheduling: which prompts get a row of the cache, whose prefixes they share, and which forwards run together.
+"""Schedules prompts: decides who gets a cache row, which prefixes are shared, and which forwards run together.
 
-Few-shot examples, system messages and instructions repeat. The common prefix of two prompts is computed for one prompt,
-and its KV cache entries are copied for the other. The rows of running and finished prompts serve as the
-store, so sharing takes no extra memory.
+Few-shot examples, system messages and instructions repeat. If two prompts share a prefix, it is computed for one
+prompt, and its KV cache entries are copied for the other. The rows of running and finished prompts serve as the store,
+so sharing takes no extra memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def admit(
 ) -> Iterator[tuple[PromptSequence, int, int]]:
     """Assign free cache rows to waiting prompts.
 
-    A prompt waits if a prompt whose entries the next forward computes will have at least ``MIN_SHARED`` common tokens
-    more. Later prompts then go first; at most ``num_rows`` prompts are held back.
+    A prompt waits if the next forward will compute entries that it can share, at least ``MIN_SHARED`` more than now.
+    Later prompts then go first; at most ``num_rows`` prompts are held back.
 
     Args:
         waiting: Prompts without a row, in their order; admitted prompts are removed.
@@ -43,8 +43,8 @@ def admit(
         decoder: Determines how many common tokens may be shared; ``None``: nothing is shared.
 
     Yields:
-        A prompt, the number of its first entries that are copied, and the row of the cache to copy them from, possibly
-        the prompt's new row; -1 if nothing is shared.
+        A prompt, the number of entries to copy for its start, and the cache row to copy from: possibly the prompt's new
+        row, or -1 if nothing is shared.
     """
     free = {*range(num_rows)} - {sequence.cache_row for sequence in running}
     pending = {sequence.cache_row: sequence.prompt.token_ids for sequence in running}
@@ -69,7 +69,7 @@ def admit(
 
 
 def _find_longest(prompts: Mapping[int, Tokens], tokens: Tokens, decoder: Decoder) -> tuple[int, int]:
-    """Return how many tokens can be shared at most, and with which row; 0 and -1 if too few."""
+    """Return the maximum number of tokens to share, and the row to share with; 0 and -1 if they are too few."""
     head = tokens[:MIN_SHARED]
     candidates = [
         (decoder.num_shareable(len(tokens), len(commonprefix([tokens, other]))), row)  # noqa: RUF071 - no paths
@@ -81,7 +81,7 @@ def _find_longest(prompts: Mapping[int, Tokens], tokens: Tokens, decoder: Decode
 
 
 def fit_into_forward(sequences: Sequence[PromptSequence], max_tokens: int) -> list[PromptSequence]:
-    """Return the prompt that has waited longest and the prompts that fit beside it into a bounded forward.
+    """Return the prompt that has waited longest, and prompts that fit into the same bounded forward.
 
     Args:
         sequences: Prompts whose pending requests are forwards.

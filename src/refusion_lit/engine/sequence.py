@@ -24,21 +24,22 @@ class PromptSequence:
     """A submitted prompt: it waits for a row of the cache, is in flight, and ends.
 
     Attributes:
-        index: Its number among the submitted prompts.
+        index: The prompt's number among the submitted prompts.
         prompt: The prompt.
         sampling: Length limit and sampling options.
         trace: Whether every forward is recorded.
         logprobs: Records log-probabilities; ``None`` if they are not wanted.
-        cache_row: Its row in the cache; -1 while it waits.
-        started: When it was admitted, in seconds.
-        last_call: The last call that it took part in.
+        cache_row: The prompt's row in the cache; -1 while it waits.
+        started: Time of admission, in seconds.
+        last_call: Number of the last call with this prompt.
         state: The decoder's state. :meth:`begin` sets it and the attributes below.
         steps: The decoder's generator.
         request: The pending request; ``None`` once the decoder is finished.
         result: The generation so far, with its counts.
         constraint: Which tokens may be drawn; ``None``: all tokens.
         stop_finder: Finds stop strings; ``None`` if there are none.
-        branches: What the pending request reads: the last forward's branches, with other offsets for further drafts.
+        branches: The branches that the pending request reads: the last forward's branches, with other offsets for
+            further drafts.
         hidden: The last forward's hidden states [position, hidden], padding included, for further drafts. With
             guidance by an earlier forward, that forward's hidden states follow.
         starts: First position of every branch in ``hidden``; then, with an earlier forward, where its states start.
@@ -110,7 +111,7 @@ class PromptSequence:
             self.result.trace.append(TraceRound(phase=forward.phase, shape=shape))
 
     def sampling_jobs(self, first: int) -> list[SamplingJob]:
-        """Return what to sample and score for the pending request, branch by branch.
+        """Return the pending request's sampling jobs, branch by branch.
 
         Args:
             first: Index of this prompt's first hidden state among the call's hidden states.
@@ -143,11 +144,11 @@ class PromptSequence:
         return bool(committed)
 
     def _next_request(self, readings: list[Reading] | None) -> Request | None:
-        """Send the decoder its readings, at first none, and return its next request; ``None`` at its end.
+        """Send the decoder its readings (none at first), and return its next request; ``None`` at the end.
 
         Raises:
-            ValueError: If the decoder yields something else, or an offset beyond a branch, where another prompt's
-                hidden states may be.
+            ValueError: If the decoder yields anything but a request, or an offset beyond a branch: another prompt's
+                hidden states may be there.
         """
         try:
             request = self.steps.send(readings)  # pyright: ignore[reportArgumentType] - None starts a generator

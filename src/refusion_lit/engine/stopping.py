@@ -1,4 +1,4 @@
-"""Stop strings: where they end a response, and text that streams without showing their beginnings."""
+"""Stop strings: finds the response's end, and streams text without showing a stop string's beginning."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from refusion_lit.engine.requests import Steps
 from refusion_lit.types import SamplingParams
 
 _UNSETTLED = re.compile(r" (?:n ?'?|'[vr]?)?\Z")
-"""Matches endings whose spaces transformers' ``clean_up_tokenization`` may remove when the next token comes."""
+"""Matches endings from which transformers' ``clean_up_tokenization`` may remove spaces when the next token comes."""
 
 
 class StopFinder:
     """Finds the token at which a stop string ends a response.
 
-    The finder looks at one token after the other in text order. A response so ends at the same token, whatever a
-    decoder commits together.
+    The finder looks at one token after the other, in text order. A response therefore ends at the same token, no matter
+    which tokens a decoder commits together.
 
     Args:
         stop: The stop strings.
@@ -64,10 +64,11 @@ class StopFinder:
 
 
 class TextStream:
-    """Turns a growing response into pieces of text that stay.
+    """Turns a growing response into pieces of final text.
 
     The stream holds back text that may begin a stop string, incomplete characters, and spaces that a tokenizer may
-    remove when the next token comes. Text that was sent cannot be changed: the stream goes on after the common prefix.
+    remove when the next token comes. Text that was sent cannot change: if the text changes, the stream goes on after
+    the common prefix.
 
     >>> stream = TextStream(bytes.decode, SamplingParams(stop=["END"]))
     >>> [stream.piece(text) for text in (b"1 E", b"1 EN", b"1 EMU", b"1 EMU END 2")]
@@ -97,7 +98,7 @@ class TextStream:
         return self._detokenize(tokens) == self._sent
 
     def rest(self, text: str) -> str:
-        """Return what is new in the final text, of which nothing is held back."""
+        """Return the new part of the final text, and hold nothing back."""
         common = commonprefix([self._sent, text])  # noqa: RUF071 - no paths
         self._sent = text
         return text[len(common) :]

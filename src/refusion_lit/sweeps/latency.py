@@ -1,4 +1,4 @@
-"""Speeds of all models of a sweep, measured in turns in one process after the points have run."""
+"""Measures the speeds of a sweep's models, in turns and in one process, after the points have run."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def measure_points(
 ) -> None:
     """Measure the decoders of finished points and write the speeds into their ``results.json``.
 
-    A decoder decodes prompts of its point's test, with as many CPU threads as that test used. Decoders that a model
-    was not trained for are left out. A second call with the same points and options measures nothing.
+    A decoder decodes prompts from its point's test, with the test's number of CPU threads. Decoders for which a model
+    was not trained are left out. A second call with the same points and options measures nothing.
 
     Args:
         folders: Finished points by directory.
@@ -55,7 +55,7 @@ def measure_points(
 
 
 def _num_threads(results: Mapping[str, Any]) -> int | None:
-    """Return the number of CPU threads that a test used, which OMP_NUM_THREADS or the option has set."""
+    """Return a test's number of CPU threads, set by OMP_NUM_THREADS or the option."""
     return get_nested(results, "environment.hardware.num_threads")
 
 
@@ -85,9 +85,9 @@ def _entrants(folder: Path, results: Mapping[str, Any], point: Point) -> dict[st
 
 
 def summary_sentence(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a sentence on the fastest decoder whose score is at most two points below the baseline's; None without.
+    """Return a sentence on the fastest decoder within two points of the baseline's score; None without decoders.
 
-    If all scores are lower, the sentence says so, and is on the fastest decoder of all with its score.
+    If all scores are lower, the sentence says so and names the fastest decoder of all, with its score.
 
     Args:
         rows: Rows of the table, with ``score`` and ``latency``.

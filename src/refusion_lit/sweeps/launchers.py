@@ -1,7 +1,7 @@
 """Launchers run a sweep's points: as local processes, or as jobs on a SLURM cluster.
 
-A point's process runs the point's subcommands in order and writes ``outcome.json`` last. On Linux, the processes on
-this machine are forks of a process that has imported the libraries, which takes seconds.
+A point's process runs the point's subcommands in order and writes ``outcome.json`` last. On Linux, local processes are
+forks of a process that has imported the libraries, because importing takes seconds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Launcher(ABC):
         """Run the points in some directories; closing the generator stops all running points.
 
         Yields:
-            Several times a second, the directories of points that have ended since, with the end in words.
+            Several times a second, the directories of newly ended points, with the way they ended in words.
         """
 
     def check(self) -> None:  # noqa: B027 - optional
@@ -100,14 +100,14 @@ class Local(Launcher):
 
 
 def preload(module: str) -> None:
-    """Import a module in the process that local points are forked from; return at once."""
+    """Import a module in the process from which local points are forked; return at once."""
     if _CAN_FORK:
         multiprocessing.get_context("forkserver").set_forkserver_preload([module])
         _start_server()
 
 
 def _start_server() -> None:
-    """Start the process that local points are forked from. Ctrl-C, which all processes of a terminal get, spares it."""
+    """Start the process from which local points are forked. It ignores the terminal's Ctrl-C."""
     resource_tracker.ensure_running()  # which unblocks the signal
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -117,7 +117,7 @@ def _start_server() -> None:
 
 
 def _start(process: BaseProcess) -> None:
-    """Start a process that does not run this process's main module again, which may be a script that runs a sweep."""
+    """Start a process without running the main module again, because it may be a script that runs a sweep."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -129,10 +129,10 @@ def _start(process: BaseProcess) -> None:
 
 
 def _run_in_session(folder: str, num_concurrent: int, directory: str, environment: Mapping[str, str]) -> None:
-    """Run a point in a session, whose process group can be stopped with everything that the point starts."""
+    """Run a point in a session: its process group can be stopped with everything that the point starts."""
     os.setsid()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    os.chdir(directory)  # the process that this one was forked from may have another directory and environment
+    os.chdir(directory)  # the parent process may have another directory and environment
     _set_environment(environment)
     sys.exit(not run_point(folder, num_concurrent))
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 Config = dict[str, Any]
 Resolve = Callable[[str, Config, Config], Config]
-"""Takes a subcommand, a config, and options by dotted name, which replace the config's.
+"""Takes a subcommand, a config, and options by dotted name that replace the config's options.
 
 Returns the config with every default filled in, or raises ValueError.
 """
 
-# Options that say where a run is stored; they do not change what it computes.
+# Options for the place where a run is stored; they do not change results.
 _LOCATIONS = ("config", "runs_dir", "run_name", "run_version")
 
 
@@ -38,17 +38,17 @@ class Sweep:
     only. A value that starts with ``./`` or ``../`` is a path relative to the sweep file.
 
     Attributes:
-        base: Config files, relative to the sweep file, merged in order. Named decoders in all files are kept,
-            unlike with repeated ``--config`` options on the command line.
+        base: Config files, relative to the sweep file, merged in order. Unlike with repeated ``--config`` options on
+            the command line, named decoders from all files are kept.
         subcommands: ``[test]``, or ``[fit, test]`` to test the fits' last checkpoints.
         options: Options that all points share.
         grid: Value lists by option; all combinations are run.
-        entries: Options that change together, a mapping per entry.
-        launcher: How points are run: ``Local`` processes or ``Slurm`` jobs.
+        entries: Mappings of options that change together.
+        launcher: Runs the points: ``Local`` processes or ``Slurm`` jobs.
         directory: The sweep's directory; ``runs/sweep_NAME`` by default, where NAME is the sweep file's directory.
-        description: A line that is printed first, for example what the sweep does and how long it takes.
-        latency: How speeds are measured: after all points have run, every decoder is timed on its model, all in turns
-            in one process. ``None``: speeds are not measured.
+        description: A line to print first, for example the sweep's purpose and duration.
+        latency: Options for measuring speeds. After all points have run, every decoder is timed on its model, in turns
+            and in one process. ``None``: speeds are not measured.
 
     Examples:
         >>> sweep = Sweep(grid={"slot_size": [4, 8]}, entries=[{"seed": 0}, {"seed": 1}])
@@ -133,7 +133,7 @@ def plan(sweep: Sweep, directory: Path, resolve: Resolve) -> list[Point]:
 
     Args:
         sweep: The sweep.
-        directory: The sweep file's directory, which the sweep's paths are relative to.
+        directory: The sweep file's directory. The sweep's paths are relative to it.
         resolve: See :data:`Resolve`.
 
     Raises:
@@ -177,7 +177,7 @@ def _resolve_point(
 
 
 def _without(config: Config, name: str) -> Config:
-    """Return a config without a dotted option: the parser would keep options of a component of the same class."""
+    """Return a config without a dotted option, because the parser keeps options of a component whose class stays."""
     first, _, rest = name.partition(".")
     if not isinstance(config, dict) or first not in config:
         return config

@@ -54,7 +54,7 @@ def run(
         directory: The sweep's directory; replaces ``sweep.directory``.
         resolve: Validates and completes a config without building anything;
             :func:`refusion_lit.cli.sweep.make_resolver` does it with the command line's parser.
-        relative_to: Directory that the sweep's paths are relative to.
+        relative_to: Directory to which the sweep's paths are relative.
         resume: Whether the directory may exist already.
         module: Module that takes a subcommand and its options, as in ``python -m MODULE``.
         console: Where to show progress; standard error by default.
@@ -115,7 +115,7 @@ def locate_points(directory: Path, points: Sequence[Point]) -> dict[Path, Point]
 
 
 def is_finished(folder: Path, point: Point) -> bool:
-    """Return whether a point has readable results, and the files that it read are unchanged or missing."""
+    """Return whether a point has readable results, and its input files are unchanged or missing."""
     is_current = _input_states(point).items() <= read_object(folder / POINT).get("inputs", {}).items()
     return is_current and bool(_read_point_results(folder))
 
@@ -131,7 +131,7 @@ def _read_point_results(folder: Path) -> dict[str, Any]:
 
 
 def _input_states(point: Point) -> dict[str, list[int]]:
-    """Return size and time of every file that a point reads: of its initial weights, and of its data."""
+    """Return size and time of every input file of a point: initial weights and data."""
     files: set[Path] = set()
     for config in point.configs.values():
         names = ("ckpt_path", "model.backbone.source", "model.backbone.draft", "model.decoding.verifier")
@@ -150,7 +150,7 @@ def _list_named_files(values: object) -> set[Path]:
 
 
 def commands(folder: Path, point: Point, module: str = MODULE) -> dict[str, list[str]]:
-    """Return the arguments of ``python -m`` that run the point in a directory, by subcommand."""
+    """Return the arguments of ``python -m`` that run a directory's point, by subcommand."""
     place = [f"--runs_dir={folder.parent}", f"--run_name={folder.name}"]
     lines = {
         name: [module, name, f"--config={folder / name}.yaml", *place, f"--run_version={name}"]
@@ -186,7 +186,7 @@ def _prepare(folder: Path, point: Point, command_lines: dict[str, list[str]]) ->
 
 
 class _Bar(Progress):
-    """A bar in a terminal. Elsewhere, a line for every tenth that is done, with the time left."""
+    """A bar in a terminal. Elsewhere, a line after every tenth of the work, with the time left."""
 
     def __init__(self, console: Console, name: str) -> None:
         super().__init__(console=console, disable=not console.is_terminal)
@@ -222,7 +222,7 @@ def _launch(launcher: Launcher, points: dict[Path, Point], console: Console) -> 
 
 
 def _share_done(folder: Path, point: Point) -> float:
-    """Return the share of a point that is done: of its training's steps, or 1 if the point has ended."""
+    """Return the finished share of a point's training steps, or 1 if the point has ended."""
     if (folder / OUTCOME).exists():
         return 1.0
     num_steps = get_nested(point.configs, "fit.trainer.max_steps") or 0
@@ -230,7 +230,7 @@ def _share_done(folder: Path, point: Point) -> float:
     try:
         with metrics.open(encoding="utf-8") as lines:
             column = next(lines).strip().split(",").index("step")
-        # The file grows, so only its end is read, of which the last line may be cut.
+        # The file grows, so only its end is read. The last line may be incomplete.
         step = int(tail(metrics).splitlines()[-2].split(",")[column])
     except (OSError, ValueError, LookupError, StopIteration):  # no step yet
         return 0.0
@@ -249,10 +249,10 @@ def collect_rows(points: Mapping[Path, Point], option_names: Sequence[str]) -> l
         option_names: The varying options, which are columns.
 
     Returns:
-        Rows with the same keys in the same order. ``class`` is the decoder's class. ``mismatch`` holds the reasons why
-        the model was not trained for the decoder, and is empty if it was. ``point_seconds`` is how long
-        the point's processes took, ``seconds`` how long decoding took. Speeds are ``None`` if points ran concurrently.
-        All figures are ``None`` for an unfinished point.
+        Rows with the same keys in the same order. ``class`` is the decoder's class. ``mismatch`` has the reasons why
+        the model does not fit the decoder; empty if it fits. ``point_seconds`` is the duration of the point's
+        processes, ``seconds`` the duration of decoding. Speeds are ``None`` if points ran concurrently. All figures are
+        ``None`` for an unfinished point.
     """
     rows = []
     for folder, point in points.items():

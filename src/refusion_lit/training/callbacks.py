@@ -1,4 +1,4 @@
-"""What a training adds to Lightning: the last step's validation and checkpoint, signals, and atomic files."""
+"""Callbacks: validation and checkpoint of the last step, signals, and atomic files."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ ADDED_VALIDATION = "added_validation"
 
 
 def check_callbacks(callbacks: Iterable[L.Callback]) -> None:
-    """Refuse Lightning's callbacks that change weights or options in ways that no checkpoint or config records.
+    """Refuse Lightning callbacks that change weights or options without a record in checkpoint or config.
 
     Raises:
-        ValueError: Naming the callback and what to use instead.
+        ValueError: Naming the callback and its replacement.
     """
     for callback in callbacks:
         fix = next((fix for kind, fix in _REFUSED.items() if isinstance(callback, kind)), "")
@@ -63,10 +63,11 @@ def check_callbacks(callbacks: Iterable[L.Callback]) -> None:
 class ValidateLastStep(L.Callback):
     """Validates after the final step, so that the choice of the best checkpoint includes the final weights.
 
-    Lightning validates at intervals only: with ``val_check_interval: 500`` and ``max_steps: 700``, the weights that a
-    test loads would never be validated. The additional validation does not count for early stopping, so that a longer
-    run that resumes from the last checkpoint stops where an unbroken run stops. The same holds for the validation that
-    Lightning adds after ``max_time``. There is none if ``limit_val_batches`` is 0.
+    Lightning validates at intervals only: with ``val_check_interval: 500`` and ``max_steps: 700``, it would never
+    validate the final weights, which a test loads. The additional validation does not count for early stopping: a
+    longer run that resumes from the last checkpoint then stops where an unbroken run stops. The validation that
+    Lightning adds after ``max_time`` does not count, either. If ``limit_val_batches`` is 0, there is no additional
+    validation.
     """
 
     def __init__(self) -> None:
@@ -102,7 +103,7 @@ class ValidateLastStep(L.Callback):
         self._patience = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Mark a checkpoint that the additional validation saves; a resumed run drops the validation's losses."""
+        """Mark a checkpoint saved by the additional validation; a resumed run drops the validation's losses."""
         return {ADDED_VALIDATION: True} if self._is_added else {}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
@@ -123,9 +124,9 @@ def _has_validation_batches(trainer: L.Trainer) -> bool:
 class _AfterSteps(Checkpoint):
     """Calls :meth:`after_step` in the last hook of every optimizer step.
 
-    The end of an epoch and a validation belong to the step before. A resumed run does not validate again, so a
-    checkpoint from before the validation would lack what early stopping and the choice of the best checkpoint count.
-    The class is a ``Checkpoint``, so that it runs after early stopping and other checkpoint callbacks.
+    A validation and the end of an epoch belong to the step before them. A resumed run does not validate again. A
+    checkpoint from before the validation would therefore miss its losses for early stopping and for the choice of the
+    best checkpoint. The class is a ``Checkpoint``, so that it runs after early stopping and other checkpoint callbacks.
     """
 
     _last_hook = ""
@@ -173,13 +174,13 @@ class SaveLastStep(_AfterSteps):
         self._saves: dict[ModelCheckpoint, Any] = {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Take over what checkpoint callbacks do at the end of a batch."""
+        """Take over the checkpoint callbacks' work at the end of a batch."""
         for callback in _savers(trainer):
             self._saves[callback] = callback.on_train_batch_end
             callback.on_train_batch_end = lambda *_: None  # type: ignore[method-assign] - shadows the method
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
-        """Let callbacks know the step that a resumed training has saved, which they would save again at the end."""
+        """Tell callbacks which step a resumed training has already saved; they would save it again at the end."""
         for callback in _savers(trainer) if trainer.global_step else ():
             callback._last_global_step_saved = trainer.global_step
             callback._last_checkpoint_saved = callback._last_checkpoint_saved or str(trainer.ckpt_path or "")
@@ -247,7 +248,7 @@ def _last_path(callback: ModelCheckpoint) -> Path:
 
 
 def last_checkpoint(trainer: L.Trainer) -> str | None:
-    """Return the checkpoint that a run has written or resumed from last; ``None`` without a checkpoint."""
+    """Return the last checkpoint that a run has written or resumed from; ``None`` without a checkpoint."""
     paths = [callback.last_model_path or callback.best_model_path for callback in _savers(trainer)]
     return next(filter(None, paths), None) or (str(trainer.ckpt_path) if trainer.ckpt_path else None)
 
@@ -256,10 +257,10 @@ class SaveOnSignal(_AfterSteps):
     """Ends training after the current optimizer step when a signal arrives, with an exact checkpoint.
 
     Handles SIGTERM, SIGINT (Ctrl-C) and, under SLURM, the signal that announces pre-emption (SIGUSR1); the job is then
-    requeued if Lightning would requeue it. Lightning's own handler saves in mid-step and into the working directory,
-    where the next job of any run would resume from the file. A second signal ends the process at once. A validation
-    that follows the step comes before the end. The resulting ``SystemExit`` has a ``message`` and the exit code that
-    shells use for the signal; forked processes end with this exit code.
+    requeued if Lightning would requeue it. Lightning's handler saves in the middle of a step and into the working
+    directory: the next job, whatever its run, would resume from that file. A second signal ends the process at once. If
+    a validation follows the step, it runs before the end. The resulting ``SystemExit`` has a ``message`` and the
+    signal's usual exit code in shells. Forked processes end with this exit code.
     """
 
     def __init__(self) -> None:

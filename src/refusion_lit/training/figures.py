@@ -16,8 +16,8 @@ class TrainingFigures:
     """Counts computed positions, sums losses, and makes the figures that training logs.
 
     Attributes:
-        num_positions: Number of token positions computed so far on all processes, padding included; a resumed run
-            starts with the interrupted run's number.
+        num_positions: Number of token positions computed so far on all processes, padding included. A resumed run
+            continues the interrupted run's number.
         sample_ids: Ids of the current step's samples on this process.
     """
 
@@ -37,7 +37,7 @@ class TrainingFigures:
         self._since = 0.0
 
     def leave_out(self, seconds: float) -> None:
-        """Leave out time without training, such as a validation."""
+        """Exclude time without training, such as a validation."""
         self._since += seconds * (self._since > 0)
 
     def begin_step(self, step: OptimizerStep) -> None:

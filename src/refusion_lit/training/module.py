@@ -61,22 +61,22 @@ class SlotDiffusionModule(L.LightningModule):
     """Trains a language model with an objective and evaluates decoders on it.
 
     Args:
-        backbone: Where the model comes from.
+        backbone: Options of the model: its source, training and decoding.
         tokenizer: The data module's tokenizer; the command line links it.
         objective: The training objective.
-        decoders: Decoders by name. ``test`` compares them; ``predict`` uses the first. The default is the model's
-            default decoder (ReFusion for a hybrid model). ``null`` drops a decoder that an earlier config has named.
-        sampling: How much to generate and how tokens are drawn.
-        decoding: How decoders are run in evaluation.
+        decoders: Decoders by name. ``test`` compares them; ``predict`` uses the first. By default, the model's default
+            decoder (ReFusion for a hybrid model). ``null`` drops a decoder from an earlier config.
+        sampling: Options for sampling: length limit, temperature and others.
+        decoding: Options for running decoders in evaluation.
         optimizer: Makes the optimizer from parameter groups; AdamW by default. Norms and biases get no weight decay.
         lr_scheduler: Makes the learning-rate schedule from the optimizer; ``schedule`` by default.
         schedule: The default learning-rate schedule.
-        seed: Seeds the initial weights and the training noise, which depends on seed, epoch and sample only.
+        seed: Seeds the initial weights and the training noise. The noise depends on seed, epoch and sample only.
         prompt_template: Turns a query into a prompt if the tokenizer has no chat template; ``None``: ``{query}``.
         resume: Resume an interrupted ``test`` or ``predict`` run from the predictions in its directory.
 
     Attributes:
-        evaluation: Tests and predicts; ``evaluation.results`` has the last test's figures by decoder name.
+        evaluation: Tests and predicts. ``evaluation.results`` has the last test's figures by decoder name.
         figures: The state of training between two batches.
     """
 
@@ -177,7 +177,7 @@ class SlotDiffusionModule(L.LightningModule):
         return TextModel(self.model, self.tokenizer, self.prompt_template)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store everything that loading the model needs, but no test-time options."""
+        """Store everything needed for loading the model, but no test-time options."""
         checkpoint[METADATA_KEY] = CheckpointMetadata.from_model(self.text_model()).to_checkpoint()
         checkpoint[_NUM_POSITIONS] = int(self.figures.num_positions)
         checkpoint[_OPTIMIZER] = self._optimizer_options
@@ -226,7 +226,7 @@ class SlotDiffusionModule(L.LightningModule):
         self.figures.start(self.device)
 
     def _check_attention(self) -> None:
-        """Refuse an attention pattern in the backbone's options that the objective would replace."""
+        """Refuse an attention pattern in the backbone's options, because the objective would replace it."""
         traits, fix = self.objective.traits, "leave it out, because the objective chooses the pattern"
         for name in ("attention", "block_size"):
             value, trained = getattr(self.backbone_config, name), getattr(traits, name)
@@ -245,7 +245,7 @@ class SlotDiffusionModule(L.LightningModule):
         require(is_unique, "data.tokenizer", "a mask token of its own", got, fix)
 
     def _name_decoder(self) -> None:
-        """Store the config's first decoder that fits in the model, if the objective is not of this package."""
+        """If the objective comes from another package, store the config's first fitting decoder in the model."""
         config = self.model.config
         stored = getattr(config, "refusion_lit", None) or {}
         decoders = self.evaluation.named_decoders.values() if self.model.drafter is None else ()
@@ -254,7 +254,7 @@ class SlotDiffusionModule(L.LightningModule):
             config.refusion_lit = entry
 
     def _warn_of_misfits(self) -> None:
-        """Warn before training about decoders in the config that a test of the model will refuse."""
+        """Warn before training about decoders in the config that a test will refuse."""
         if self.evaluation.options.allow_mismatch:
             return
         for name, decoder in self.evaluation.named_decoders.items():
@@ -263,7 +263,7 @@ class SlotDiffusionModule(L.LightningModule):
                 rank_zero_warn(f"{what}: {reason}; `refusion-lit test` will refuse the decoder, so name another.")
 
     def _warn_of_long_canvas(self, data: InstructionDataModule) -> None:
-        """Warn if decoders will have a canvas longer than any on which the model learns where responses end."""
+        """Warn if decoders' canvases are longer than in training, where the model learns to end responses."""
         longest = data.longest_response()
         trained = None if longest is None else self.objective.trained_canvas(longest)
         canvas = self.evaluation.sampling.max_new_tokens
@@ -301,7 +301,7 @@ class SlotDiffusionModule(L.LightningModule):
         """Seed dropout by batch, so that a resumed run draws the same masks.
 
         Raises:
-            ValueError: If the batch is of a loader that is not an InstructionDataModule's.
+            ValueError: If the batch comes from another loader than an InstructionDataModule's.
         """
         _require_batch(batch, MicroBatch, ResponseBatch)
         key = stable_key("batch", self.seed, self.current_epoch, batch_idx, self.global_rank)
@@ -329,7 +329,7 @@ class SlotDiffusionModule(L.LightningModule):
         return int(num_steps)
 
     def corrupt(self, batch: ResponseBatch) -> CorruptedBatch:
-        """Corrupt a training batch with noise that depends on seed, epoch and samples only; pack it if asked.
+        """Corrupt a training batch with noise that depends on seed, epoch and samples only; pack it if packing is on.
 
         Positions that no target needs are left out.
         """
@@ -339,7 +339,7 @@ class SlotDiffusionModule(L.LightningModule):
         return self._lay_out(corrupted, batch.rows)
 
     def _lay_out(self, corrupted: CorruptedBatch, rows: Tensor | None = None) -> CorruptedBatch:
-        """Pack the batch without the positions that no target needs, if the objective allows that rows change."""
+        """If the objective allows other rows, pack the batch without positions that no target needs."""
         if rows is None and not self.objective.packs:
             return corrupted
         return lay_out(corrupted, rows, pad_token_id=self.model.special_tokens.pad_token_id)
@@ -411,7 +411,7 @@ class SlotDiffusionModule(L.LightningModule):
         """Return the callbacks for validation, evaluation, the step source and checkpoints of whole steps.
 
         Raises:
-            ValueError: If the trainer has a callback with which a run cannot be resumed.
+            ValueError: If a callback of the trainer makes it impossible to resume the run.
         """
         if self.trainer.state.fn == "fit":
             check_callbacks(self.trainer.callbacks)  # type: ignore[attr-defined]
@@ -425,7 +425,7 @@ class SlotDiffusionModule(L.LightningModule):
 
 
 def _require_batch(batch: object, *types: type) -> None:
-    """Refuse batches of other loaders, such as a DataLoader over texts that are not encoded."""
+    """Refuse batches from other loaders, such as a DataLoader over unencoded texts."""
     expected = "batches of an InstructionDataModule"
     fix = (
         "pass InstructionDataModule(rows, tokenizer) to Trainer.fit, where rows are dicts or a torch data set of dicts"

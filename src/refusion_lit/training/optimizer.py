@@ -47,7 +47,7 @@ class WarmupCosine:
 
         Args:
             optimizer: Has the peak learning rates.
-            num_steps: Number of steps in the whole training, after which the rate stays constant.
+            num_steps: Number of steps in the whole training; afterwards, the rate stays constant.
         """
         if self.warmup_steps >= num_steps:
             rank_zero_warn(
@@ -75,7 +75,7 @@ def parameter_groups(module: nn.Module) -> list[dict[str, Any]]:
 def rehearse(
     module: nn.Module, make: OptimizerCallable | None, make_schedule: LRSchedulerCallable, num_steps: float
 ) -> None:
-    """Try an optimizer and its schedule on small parameters, because many of their errors come with a step.
+    """Try an optimizer and its schedule on small parameters, because many errors occur only in a step.
 
     Args:
         module: The module to be trained.
@@ -114,7 +114,7 @@ def rehearse(
 
 @contextmanager
 def _renamed_errors(option: str) -> Iterator[None]:
-    """Turn any error of a class of torch or another library, which names no option, into a ValueError."""
+    """Turn any error of a library's class, which names no option, into a ValueError with the option."""
     try:
         yield
     except Exception as error:
@@ -161,13 +161,13 @@ def make_scheduler(optimizer: Optimizer, make: LRSchedulerCallable) -> LRSchedul
 
 
 def read_optimizer_options(optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
-    """Return a new optimizer's and its schedule's options as plain values, for :func:`apply_optimizer_options`."""
+    """Return options of a new optimizer and its schedule as plain values, for :func:`apply_optimizer_options`."""
     groups = [
         {"lr": group.get("initial_lr", group["lr"])}
         | {name: value for name, value in group.items() if name not in ("params", "param_names", "lr", "initial_lr")}
         for group in optimizer.param_groups
     ]
-    # A LambdaLR stores no function, and the other values of its state are no options.
+    # A LambdaLR does not store its function, and its other state values are no options.
     state = {} if isinstance(scheduler, LambdaLR) else scheduler.state_dict()
     plain = {name: value for name, value in state.items() if isinstance(value, int | float | str | None)}
     return {"groups": groups, "schedule": {"class_path": type(scheduler).__name__, **plain}}
@@ -176,19 +176,19 @@ def read_optimizer_options(optimizer: Optimizer, scheduler: LRScheduler) -> dict
 def apply_optimizer_options(
     optimizer: Optimizer, scheduler: LRScheduler, before: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
-    """Apply options that differ from the checkpoint's options, which Lightning has restored.
+    """Apply options that differ from the checkpoint's options. Lightning has restored the latter.
 
     The learning rates of a ``LambdaLR``, such as the default schedule, are computed again.
 
     Args:
         optimizer: The restored optimizer; changed in place.
         scheduler: Its restored schedule; changed in place.
-        before: Result of :func:`read_optimizer_options` that the checkpoint stores.
+        before: The result of :func:`read_optimizer_options` in the checkpoint.
         options: Result of :func:`read_optimizer_options` before the state was restored.
 
     Raises:
-        ValueError: If the schedule has other options, or is not a factor of the learning rate that has changed, or an
-            option needs averages that the checkpoint lacks.
+        ValueError: If the schedule has other options, if the learning rate has changed and the schedule is no factor of
+            it, or if an option needs averages that the checkpoint lacks.
     """
     fix = "leave it out, or start a new run from the exported weights as model.backbone.source"
     expected = f"{before['schedule']}, as the run was started with"
@@ -243,7 +243,7 @@ def _compute_dtype(precision: str) -> str:
 
 
 def warn_of_slow_precision(precision: str, device: torch.device) -> None:
-    """Warn if a processor has no instructions for the precision's type, which makes training many times as slow."""
+    """Warn if a processor has no instructions for the precision's type: training would take many times as long."""
     if is_slow_precision(precision, device):
         rank_zero_warn(
             "trainer.precision: expected 32-true on this processor, which has no instructions for "

@@ -1,4 +1,4 @@
-"""Corrects the counters with which Lightning resumes, so that a run may be stopped any number of times."""
+"""Corrects Lightning's counters at a resumption, so that a run may be stopped any number of times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import lightning as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 _COUNTERS = ("ready", "started", "processed", "completed")
-"""Lightning's counters of a batch or an epoch, in the order in which it raises them."""
+"""Lightning's counters of a batch or an epoch, in the order of their increments."""
 
 
 def count_finished_epochs(fit_loop: Mapping[str, Any]) -> int:
@@ -33,8 +33,8 @@ def correct_counters(fit_loop: dict[str, Any]) -> None:
 
     The counters depend on the hook that saves the checkpoint. Lightning 2.6 distinguishes six combinations and counts
     epochs wrongly after some combinations: a second stop at the end of an epoch then skips an epoch. This function
-    leaves the two combinations that Lightning resumes rightly: a batch in mid-epoch whose hooks are about to end, and
-    an epoch that is about to start.
+    produces only the two combinations that Lightning resumes rightly: a batch in mid-epoch whose hooks are about to
+    end, and an epoch that is about to start.
 
     Args:
         fit_loop: Lightning's state of the loop, from a checkpoint's ``loops``; changed in place.

@@ -16,8 +16,8 @@ from refusion_lit.learning.step import OptimizerStep
 class StepSource(L.Callback):
     """Callback that makes the corrupted micro-batches for an optimizer step, by default from the data.
 
-    An objective that trains on other responses, such as roll-outs, names a subclass in its class attribute
-    ``step_source``. The subclass saves and restores its state in callback hooks.
+    If an objective trains on other responses, such as roll-outs, its class attribute ``step_source`` names a subclass.
+    The subclass saves and restores its state in callback hooks.
 
     Args:
         objective: The training objective.

@@ -43,12 +43,12 @@ class Validation(L.Callback):
         self.means.to(pl_module.device).reset()
 
     def corrupt(self, batch: ResponseBatch, special_tokens: SpecialTokens) -> CorruptedBatch | None:
-        """Corrupt a batch with noise and mask ratios that depend on its samples only.
+        """Corrupt a batch; noise and mask ratios depend on its samples only.
 
         Mask ratios are 16 values, evenly spaced in (0, 1), chosen by the samples' keys.
 
         Args:
-            batch: Samples. Empty on a process without samples, which has no loss.
+            batch: Samples. Empty on a process without samples, whose loss is ``None``.
             special_tokens: Ids of the tokenizer's special tokens.
         """
         if len(batch.input_ids) == 0:

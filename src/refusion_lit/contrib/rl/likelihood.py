@@ -29,8 +29,8 @@ class Answers(ResponseBatch):
     """Prompts with answers from a roll-out.
 
     Attributes:
-        advantages: How much better the reward is than other rewards in the group, per answer.
-        engine: Log-probability that the engine gave the response token; NaN elsewhere.
+        advantages: Difference of an answer's reward to other rewards in its group, per answer.
+        engine: The engine's log-probability of the response token; NaN elsewhere.
         trajectories: How the answers were decoded (:class:`~refusion_lit.contrib.rl.Trajectory`).
     """
 
@@ -68,8 +68,8 @@ class Likelihood(ABC):
 
     Class attributes:
         traits: What a model must be trained for.
-        is_exact: Whether the sum is the log-probability with which :attr:`decoders` sample the answer. Otherwise the
-            sum is a bound or an approximation, and only ratios per sequence are defined.
+        is_exact: Whether the sum equals the log-probability with which :attr:`decoders` sample the answer. Otherwise,
+            the sum is a bound or an approximation, and only ratios per sequence are defined.
         decoders: Decoders whose answers have this likelihood.
     """
 
@@ -129,8 +129,8 @@ class NextToken(Likelihood):
 class LeftToRight(Likelihood):
     """Exact likelihood in a single forward: a hybrid model fills slots from left to right.
 
-    The decoder is ``SelfSpeculative(slot_size=K)``. A mask predicts the first token in a slot; every other token is
-    predicted at the token before it. The forward feeds prompt and answer in text order, then a mask per slot, which
+    The decoder is ``SelfSpeculative(slot_size=K)``. A mask predicts a slot's first token; the other tokens are
+    predicted at the token before them. The forward feeds prompt and answer in text order, then a mask per slot, which
     sees the text before the slot and itself. That makes P + L + ceil((P + L) / K) positions; the number of masks,
     padding included, is known without waiting for a device. The probabilities of all answers add up to 1.
 

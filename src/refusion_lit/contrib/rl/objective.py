@@ -45,18 +45,18 @@ class Reward(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPolicy(Objective):
-    """Raises the rewards of answers that the model itself writes, by clipped ratios of likelihoods (GRPO).
+    """Raises the rewards of the model's own answers, with clipped likelihood ratios (GRPO).
 
-    A step decodes ``group_size`` answers per prompt with the first decoder in ``model.decoders`` and scores them. The
-    advantage of an answer, how much better it is than its group, is the weight of its log-likelihood in the gradient
-    (arXiv 2402.03300). With ratio r = pi / pi_old and advantage A, the loss per unit is
-    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). The first update on new answers is on-policy: r is 1, and old
-    log-probabilities come from the training forward.
+    A step decodes ``group_size`` answers per prompt with the first decoder in ``model.decoders`` and scores them. An
+    answer's advantage, the difference of its reward to its group's rewards, weighs its log-likelihood in the gradient
+    (arXiv 2402.03300). With ratio r = pi / pi_old and advantage A, the loss per unit is -min(r A, clip(r, 1 - clip_low,
+    1 + clip_high) A). The first update on new answers is on-policy: r is 1, and old log-probabilities come from the
+    training forward.
 
-    Terms: ``policy``, and ``kl``, an estimate (k2) of the divergence from the frozen base under the adapters. Figures
-    without gradients: ``clipped_low`` and ``clipped_high``, shares of clipped units with negative and positive
-    advantage; ``entropy`` per predicted token; ``engine_kl``, the divergence (k3) between the probabilities of drawn
-    tokens in trainer and engine. On other texts, as in validation, ``policy`` is the negative log-likelihood per token.
+    Terms: ``policy``, and ``kl``, an estimate (k2) of the divergence from the frozen base model. Figures without
+    gradients: ``clipped_low`` and ``clipped_high``, the shares of clipped units with negative and positive advantage;
+    ``entropy`` per predicted token; ``engine_kl``, the divergence (k3) between the drawn tokens' probabilities in
+    trainer and engine. On other texts, as in validation, ``policy`` is the negative log-likelihood per token.
 
     Attributes:
         likelihood: Likelihood of answers; must support the decoder.
@@ -233,7 +233,7 @@ def replace_overlong_rewards(
     is_overlong: Bool[Tensor, "prompt answer"],
     overlong: Literal["lowest", "drop", "zero"],
 ) -> Float[Tensor, "prompt answer"]:
-    """Return the rewards of groups, with other rewards for answers that were cut at the length limit.
+    """Replace the rewards of answers that were cut at the length limit.
 
     Args:
         rewards: Rewards of each prompt's answers; NaN rewards stay NaN.
@@ -250,7 +250,7 @@ def replace_overlong_rewards(
 
 
 def group_advantages(rewards: Float[Tensor, "prompt answer"], *, scale: bool) -> Float[Tensor, "prompt answer"]:
-    """Return how much better answers are than their group; 0 if all rewards are equal, and for NaN.
+    """Return the advantages of answers in their groups; 0 if all rewards are equal, and for NaN.
 
     Args:
         rewards: Rewards by prompt and answer; NaN is left out.

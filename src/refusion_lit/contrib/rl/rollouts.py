@@ -53,7 +53,7 @@ class _Answer:
 
 
 class Rollouts(StepSource):
-    """Step source that decodes groups of answers and rewards them; its state is part of checkpoints.
+    """Step source that decodes and rewards groups of answers. Its state is part of checkpoints.
 
     Roll-outs depend only on weights, seed, step and prompt, so a resumed run decodes the same answers.
 
@@ -79,7 +79,7 @@ class Rollouts(StepSource):
         self._examples: dict[str, Example] = {}
 
     def start(self, module: SlotDiffusionModule) -> None:
-        """Check before training that answers can be decoded, have a likelihood, and have a reward.
+        """Check before training that answers can be decoded, and have a likelihood and a reward.
 
         Raises:
             ValueError: If an option is impossible.
@@ -119,7 +119,7 @@ class Rollouts(StepSource):
             self._restore(self._restored, module.global_rank)
 
     def _check_memory(self, prompt_length: int) -> None:
-        """Refuse a KV cache, or layer inputs in an update, that exceed the memory of the host or device."""
+        """Refuse a KV cache, or layer inputs in an update, that exceed the host's or device's memory."""
         backbone = self._model.backbone
         config = backbone.config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -152,8 +152,9 @@ class Rollouts(StepSource):
             with torch.autocast(device.type, enabled=False):  # the fused backbone decodes without it
                 answers = self._answers(step.batches, module.global_step)
             for update in range(self.objective.num_updates):
-                # A likelihood may be a bound that masks random places, as MaskedBound in experiments/policy_estimators.
-                # Sample keys determine the noise, so changed keys give new masks in every update.
+                # A likelihood may be a bound with masks at random places, as MaskedBound in
+                # experiments/policy_estimators. Sample keys determine the noise, so changed keys give new masks in
+                # every update.
                 update_key = stable_key("update", update, module.global_step)
                 keyed = [replace(batch, sample_keys=batch.sample_keys ^ update_key) for batch in answers]
                 self.pending.append([self._with_fixed_terms(module.corrupt(batch)) for batch in keyed])
@@ -207,8 +208,8 @@ class Rollouts(StepSource):
     def _sum_rewards(self, prompts: Sequence[Prompt], rows: Sequence[Generation]) -> list[float]:
         """Return weighted sums of rewards by answer; NaN for dropped answers.
 
-        Warns of a reward that drops all answers, or that gives all answers of the first roll-out the same value. In a
-        later roll-out, the model may have learnt to get the same value everywhere.
+        Warn if a reward drops all answers, or gives all answers in the first roll-out the same value. In later
+        roll-outs, equal values may mean that the model has learnt the task.
         """
         is_first = not self.figures
         examples = [self._example(prompt.id) for prompt in prompts]
@@ -291,10 +292,10 @@ class Rollouts(StepSource):
 
 
 def engine_log_probabilities(row: Generation, trajectory: Trajectory) -> dict[int, float]:
-    """Return the log-probabilities with which the engine drew the tokens of a traced answer, by position.
+    """Return the log-probabilities with which the engine drew a traced answer's tokens, by position.
 
-    A forward may draw a place several times. Inside a slot the exact draw comes first, and drafts follow. At the first
-    place of a slot the exact draw comes last: the last group of masks sees all text before the slot.
+    A forward may draw a place several times. Inside a slot, the exact draw comes first, and drafts follow. At a slot's
+    first place, the exact draw comes last: the last group of masks sees all text before the slot.
     """
     values = {}
     start = len(trajectory.prompt_ids)

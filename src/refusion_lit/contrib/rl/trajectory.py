@@ -1,4 +1,4 @@
-"""Trajectories: in which forward and in which order every token of a response became final."""
+"""Trajectories: records in which forward and in which order a response's tokens became final."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Trajectory:
         prompt_ids: Prompt tokens.
         tokens: Final token by place; -1 at masked places.
         rounds: Number of the forward, from 1, in which the place became final; 0 at given and masked places.
-        order: Rank of the place in the order in which places became final; -1 at given and masked places.
+        order: The place's rank in the order of becoming final; -1 at given and masked places.
         draws: All drawn tokens, including discarded tokens, as (number of the forward, place, token). Empty unless the
             decode was traced.
         num_tokens: Length of the response, EOS token included.
@@ -56,7 +56,7 @@ class Trajectory:
 
 
 class TrajectoryRecorder(GenerationCallback):
-    """Callback that records the trajectories of a decode.
+    """Callback that records a decode's trajectories.
 
     Args:
         decoder: The decoder that runs.
