@@ -17,9 +17,9 @@ import torch
 
 import refusion_lit
 from refusion_lit import decoding
-from refusion_lit.evaluation.latency import Entrant, LatencyOptions, measure_latency, summarize
+from refusion_lit.evaluation.latency import Entrant, measure_latency, summarize
 from refusion_lit.reports.results import environment
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import LatencyOptions, Prompt, SamplingParams
 
 sys.path.append(str(Path(__file__).parents[2]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from inspect import getfullargspec
 from operator import index
 from typing import Any
 
@@ -27,7 +28,7 @@ from refusion_lit.decoding import (
     default_decoder,
     named_decoder,
 )
-from refusion_lit.engine.checks import check_arguments, check_drafter, check_traits
+from refusion_lit.engine.checks import check_arguments, check_drafter, check_traits, read_decoding_options
 from refusion_lit.engine.output import GenerationCallback
 from refusion_lit.modeling.backbone import Backbone
 from refusion_lit.modeling.interface import LanguageModel
@@ -218,6 +219,8 @@ class TextModel:
             ValueError: If an option is impossible, a prompt is empty or too long, or the model does not fit.
         """
         check_arguments(decoder, sampling, callbacks, kept)
+        methods = (TextModel.generate_ids, TextModel.decode)
+        read_decoding_options(options, [name for method in methods for name in getfullargspec(method).kwonlyargs])
         for prompt in prompts:
             _check_ids(prompt, self.tokenizer)
         model = self.model_for(decoder)

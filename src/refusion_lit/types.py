@@ -216,6 +216,29 @@ class DecodingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatencyOptions:
+    """What is decoded to measure speeds after a test or a sweep.
+
+    Attributes:
+        num_prompts: Number of prompts that every decoder decodes at every batch size; at least 1.
+        batch_sizes: Numbers of prompts that are decoded together; 1 decodes one prompt at a time.
+        min_batches: Least number of batches at every batch size, at least 2; more prompts are decoded where
+            ``num_prompts`` fill fewer batches, because the interval is over batches.
+    """
+
+    ranges = {"num_prompts": 1, "min_batches": 2}
+    num_prompts: int = 32
+    batch_sizes: tuple[int, ...] = (1, 16, 64)
+    min_batches: int = 6
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        sizes = self.batch_sizes
+        are_sizes = bool(sizes) and all(isinstance(size, int) and size > 0 for size in sizes)
+        require(are_sizes, "batch_sizes", "a list of integers of at least 1", sizes, "write a list such as [1, 16]")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Options for generation: length limit, temperature, filters, seed, stop strings.
 

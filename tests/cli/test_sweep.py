@@ -19,9 +19,9 @@ from cli.conftest import QUICKSTART, REPOSITORY, TINY
 from refusion_lit.cli import main
 from refusion_lit.cli.lightning import parse_only
 from refusion_lit.cli.sweep import make_resolver, read_sweep, split_overrides
-from refusion_lit.evaluation.latency import LatencyOptions
 from refusion_lit.sweeps.launchers import Slurm
 from refusion_lit.sweeps.points import plan
+from refusion_lit.types import LatencyOptions
 from support.forks import start, wait
 
 TINY_OPTIONS: dict[str, object] = {}

@@ -12,9 +12,9 @@ import refusion_lit
 from refusion_lit.cli import main
 from refusion_lit.decoding import Autoregressive, DecodingOutput, ReFusion
 from refusion_lit.evaluation import latency
-from refusion_lit.evaluation.latency import Entrant, LatencyOptions, Timings, measure_latency
+from refusion_lit.evaluation.latency import Entrant, Timings, measure_latency
 from refusion_lit.text_model import TextModel
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import LatencyOptions, Prompt, SamplingParams
 
 MODEL = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from refusion_lit.cli.parser import OneLineParser
-from refusion_lit.sweeps.launchers import Launcher, preload
+from refusion_lit.sweeps.launchers import Launcher
 from refusion_lit.sweeps.points import Resolve, Sweep, plan
 from refusion_lit.sweeps.running import list_points, locate_points
 from refusion_lit.sweeps.running import run as run_sweep
@@ -46,9 +46,9 @@ def run(args: list[str]) -> int:
     arguments, overrides = split_overrides(args)
     options = build_parser().parse(arguments)
     file = Path(options.config)
-    if not options.dry_run and file.is_file():
-        preload("refusion_lit.cli.lightning")  # while this process imports the same libraries
     sweep = read_sweep(file).override(overrides)
+    if not options.dry_run:
+        sweep.launcher.preload("refusion_lit.cli.lightning")  # while this process imports the same libraries
     directory = Path(options.directory or sweep.directory or f"runs/sweep_{file.resolve().parent.name}").resolve()
     if options.dry_run:
         print(list_points(locate_points(directory, plan(sweep, file.parent.resolve(), make_resolver()))))

@@ -16,12 +16,6 @@ from refusion_lit.modeling.interface import LanguageModel, TextLimits
 from refusion_lit.types import DecodingOptions, ModelTraits, Prompt, SamplingParams
 from refusion_lit.utils.require import require
 
-_ARGUMENTS = (
-    "decoder", "sampling", "ids", "templates", "json_schema", "callbacks", "trace", "num_top_logprobs", "kept",
-    "continues_text",
-)  # fmt: skip
-"""Arguments of :meth:`refusion_lit.TextModel.generate` that are no decoding options; errors suggest them."""
-
 
 class ModelMismatchError(ValueError):
     """Error for a decoder that does not fit the model's training."""
@@ -40,8 +34,12 @@ def check_arguments(decoder: object, sampling: object, callbacks: object, kept: 
     require(isinstance(kept, KeptCache | None), "kept", "an instance of KeptCache", kept, "create one: KeptCache()")
 
 
-def read_decoding_options(named: Mapping[str, Any]) -> DecodingOptions:
+def read_decoding_options(named: Mapping[str, Any], arguments: Sequence[str] = ()) -> DecodingOptions:
     """Build decoding options from names and values.
+
+    Args:
+        named: The options.
+        arguments: Further arguments of the caller, to suggest.
 
     Raises:
         TypeError: If an option is unknown. The error names a similar option, or where sampling options go.
@@ -49,8 +47,8 @@ def read_decoding_options(named: Mapping[str, Any]) -> DecodingOptions:
     """
     known, sampling_names = ([field.name for field in fields(kind)] for kind in (DecodingOptions, SamplingParams))
     for name in named.keys() - known:
-        near = get_close_matches(name, [*_ARGUMENTS, *known, *sampling_names], n=1)
-        fix = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join([*_ARGUMENTS, *known])}."
+        near = get_close_matches(name, [*arguments, *known, *sampling_names], n=1)
+        fix = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join([*arguments, *known])}."
         if name in sampling_names:
             fix = f"pass sampling=SamplingParams({name}=...)."
         raise TypeError(f"unexpected keyword argument {name!r}; {fix}")

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from refusion_lit.checkpoints.models import load, pair
 from refusion_lit.data.evaluation import PromptBatch
 from refusion_lit.decoding import CallShapes, Decoder, DecodingOutput, GenerationCallback, check_prompts
-from refusion_lit.evaluation.latency import Entrant, LatencyOptions, choose_baseline, measure_latency, summarize
+from refusion_lit.evaluation.latency import Entrant, choose_baseline, measure_latency, summarize
 from refusion_lit.evaluation.predictions import (
     PredictionsFile,
     class_and_options,
@@ -36,7 +36,7 @@ from refusion_lit.reports.results import (
 from refusion_lit.reports.write import report_results
 from refusion_lit.tasks.base import Task, score_response
 from refusion_lit.text_model import TextModel, check_plan
-from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
+from refusion_lit.types import DecodingOptions, LatencyOptions, Prompt, SamplingParams
 from refusion_lit.utils.errors import NothingToDoError, error_reason
 from refusion_lit.utils.files import Fingerprint, meta_path, write_json_atomically
 from refusion_lit.utils.require import OptionError, require

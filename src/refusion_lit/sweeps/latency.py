@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from refusion_lit.checkpoints.models import load
-from refusion_lit.evaluation.latency import Entrant, LatencyOptions, choose_baseline, measure_latency, summarize
+from refusion_lit.evaluation.latency import Entrant, choose_baseline, measure_latency, summarize
 from refusion_lit.evaluation.predictions import read_json_lines
 from refusion_lit.plugins import find_class
 from refusion_lit.reports.results import RESULTS, is_speed_baseline
 from refusion_lit.sweeps.points import Point
-from refusion_lit.types import Prompt, SamplingParams
+from refusion_lit.types import LatencyOptions, Prompt, SamplingParams
 from refusion_lit.utils.files import digest, read_object, write_json_atomically
 from refusion_lit.utils.nested import get_nested
 

@@ -16,7 +16,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -56,6 +56,9 @@ class Launcher(ABC):
     def check(self) -> None:  # noqa: B027 - optional
         """Raise ValueError if the launcher does not work on this machine."""
 
+    def preload(self, module: str) -> None:  # noqa: B027 - optional
+        """Begin to import a module that all points need; return at once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Launcher):
@@ -71,6 +74,13 @@ class Local(Launcher):
     def __post_init__(self) -> None:
         require_at_least("num_workers", self.num_workers, 1)
 
+    def preload(self, module: str) -> None:
+        """Import a module in the process that points are forked from."""
+        if _CAN_FORK:
+            forkserver.set_forkserver_preload([module])
+            with _apart():
+                forkserver.ensure_running()
+
     def launch(self, folders: Sequence[Path]) -> Generator[dict[Path, str]]:
         """See :meth:`Launcher.launch`."""
         num_concurrent = min(self.num_workers, len(folders))
@@ -83,7 +93,8 @@ class Local(Launcher):
                     folder = waiting.pop()
                     arguments = (str(folder), num_concurrent, os.getcwd(), dict(os.environ))
                     process = context.Process(target=_run_in_session, args=arguments)
-                    _start(process)
+                    with _apart():
+                        process.start()
                     running[folder] = process
                 ended = [folder for folder, process in running.items() if process.exitcode is not None]
                 for folder in ended:
@@ -99,33 +110,22 @@ class Local(Launcher):
                     process.join(timeout=max(0.0, deadline - time.monotonic()))
 
 
-def preload(module: str) -> None:
-    """Import a module in the process from which local points are forked; return at once."""
-    if _CAN_FORK:
-        multiprocessing.get_context("forkserver").set_forkserver_preload([module])
-        _start_server()
+@contextmanager
+def _apart() -> Generator[None]:
+    """Start processes in this context that neither get this process's Ctrl-C nor run its main module.
 
-
-def _start_server() -> None:
-    """Start the process from which local points are forked. It ignores the terminal's Ctrl-C."""
+    The main module may be a script that runs a sweep. The process that points are forked from ignores Ctrl-C only after
+    its imports, so it begins with the signal blocked; a point unblocks the signal.
+    """
     resource_tracker.ensure_running()  # which unblocks the signal
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _start(process: BaseProcess) -> None:
-    """Start a process without running the main module again, because it may be a script that runs a sweep."""
     main = sys.modules["__main__"]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     sys.modules["__main__"] = ModuleType("__main__")
     try:
-        if _CAN_FORK:
-            _start_server()
-        process.start()
+        yield
     finally:
         sys.modules["__main__"] = main
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _run_in_session(folder: str, num_concurrent: int, directory: str, environment: Mapping[str, str]) -> None:

@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from refusion_lit.reports.results import format_options, shorten_value
 from refusion_lit.sweeps.launchers import Launcher, Local
+from refusion_lit.types import LatencyOptions
 from refusion_lit.utils.files import digest, read_yaml
 from refusion_lit.utils.require import require
-
-if TYPE_CHECKING:
-    from refusion_lit.evaluation.latency import LatencyOptions
 
 Config = dict[str, Any]
 Resolve = Callable[[str, Config, Config], Config]

@@ -58,6 +58,24 @@ class SpeculativeState(DraftState):
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Masks:
+    """A model's masks that draft.
+
+    Attributes:
+        token_ids: The masks of the longest group, nearest first.
+        shift: Position of a mask's draft minus the mask's position. With 0, as in hybrid models, the first mask stands
+            where the exact token does, and drafts nothing.
+        cost_factor: Discount on ``forward_cost``.
+        adapters: Cost of a drafter's adapters, as a share of a forward's fixed cost.
+    """
+
+    token_ids: Sequence[int]
+    shift: int
+    cost_factor: float
+    adapters: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class SelfSpeculative(Decoder):
     """Decodes a model's own text in fewer forwards: a forward accepts right drafts and adds a token.
 
@@ -222,8 +240,7 @@ class SelfSpeculative(Decoder):
             num_drafts: Number of drafts in the forward.
             write_at: Index of the first mask's cache entry.
         """
-        size = self.slot_size
-        masks = state.special_tokens.draft_token_ids
+        masks = self._masks(state)
         groups: dict[int, Branch] = {}
         first = state.prompt_length + place
         for j in range(num_drafts + 1):
@@ -232,11 +249,11 @@ class SelfSpeculative(Decoder):
             if length == 0:
                 continue
             groups[j] = Branch(
-                tokens=masks[:length] if size is None else [state.mask_token_id] * length,
+                tokens=masks.token_ids[:length],
                 positions=range(first + j, first + j + length),
                 visible=((0, first + j),),
                 write_at=write_at,
-                shift=int(size is None),  # a hybrid model's mask predicts its own token
+                shift=masks.shift,
                 draft_at=(0,) if is_needed else (),
                 proposals={0: state.proposals[j]} if is_needed and state.proposals and j < num_drafts else {},
             )
@@ -245,37 +262,43 @@ class SelfSpeculative(Decoder):
             return groups
         return {j: replace(branch, draft_at=range(len(branch.tokens))) for j, branch in groups.items()}
 
+    def _masks(self, state: SpeculativeState) -> _Masks:
+        """Return the masks of a drafter, or with ``slot_size`` those of a hybrid model."""
+        if self.slot_size is None:
+            masks = state.special_tokens.draft_token_ids[: self.num_drafts]
+            return _Masks(token_ids=masks, shift=1, cost_factor=_DRAFTER_COST_FACTOR, adapters=_ADAPTERS)
+        num_drafts = self.slot_size if self.num_drafts is None else self.num_drafts
+        masks = (state.mask_token_id,) * (num_drafts + 1)
+        return _Masks(token_ids=masks, shift=0, cost_factor=_HYBRID_COST_FACTOR)
+
     def _num_masks(self, state: SpeculativeState, num_drafts: int, accepted: int) -> int:
         """Return the number of masks after the first ``accepted`` of a forward's ``num_drafts`` drafts."""
-        if self.slot_size is None:  # a drafter, which has a fixed number of masks
-            num_masks = len(state.special_tokens.draft_token_ids)
-            limit = num_masks if self.num_drafts is None else min(self.num_drafts, num_masks)
-            factor, adapters = _DRAFTER_COST_FACTOR, _ADAPTERS
-        else:
-            limit = self.slot_size if self.num_drafts is None else self.num_drafts
-            factor, adapters = _HYBRID_COST_FACTOR, 0.0
-        wanted = min(limit, len(state.tokens) - state.num_committed - accepted - 1)
+        masks = self._masks(state)
+        num_idle = 1 - masks.shift
+        wanted = min(len(masks.token_ids) - num_idle, len(state.tokens) - state.num_committed - accepted - 1)
         layout = self.layout
         if layout is None and wanted > 0:
-            cost = factor * state.forward_cost if self.forward_cost is None else self.forward_cost
+            cost = masks.cost_factor * state.forward_cost if self.forward_cost is None else self.forward_cost
             cost /= state.num_rows  # rows share a forward
             rate = round(state.acceptance.rate, 2)  # few values, since results are cached
-            layout, wanted = cheapest(cost, adapters * cost, rate, wanted)
+            layout, wanted = cheapest(cost, masks.adapters * cost, rate, wanted)
         if wanted <= 0 or (layout == "two_forwards" and num_drafts > 0):
             return 0  # with two_forwards, a forward that verifies does not draft
-        return wanted if self.slot_size is None else wanted + 1  # a hybrid model's first mask drafts nothing
+        return num_idle + wanted
 
     def _drafts(
         self, groups: dict[int, Branch], read: dict[int, Reading], accepted: int, draw: Draw
     ) -> Steps[Reading]:  # fmt: skip
         """Return the drafts at the masks after the accepted drafts; nothing if there are no such masks."""
-        offset = int(self.slot_size is not None)  # a hybrid model's first mask stands where the exact token does
-        length = len(groups[accepted].tokens) if accepted in groups else 0
-        if length <= offset:
+        if accepted not in groups:
             return Reading()
-        if len(groups[accepted].draft_at) == length:
-            return Reading(tokens=read[accepted].tokens[offset:])
-        wanted = [range(offset, length) if j == accepted else () for j in groups]
+        group = groups[accepted]
+        drafting = range(1 - group.shift, len(group.tokens))
+        if not drafting:
+            return Reading()
+        if len(group.draft_at) == len(group.tokens):
+            return Reading(tokens=read[accepted].tokens[drafting.start :])
+        wanted = [drafting if j == accepted else () for j in groups]
         readings = yield MoreDrafts(draft_at=((), *wanted), draw=draw)
         return readings[1 + list(groups).index(accepted)]
 
