@@ -198,6 +198,7 @@ class TextModel:
         num_top_logprobs: int | None = None,
         kept: KeptCache | None = None,
         continues_text: bool = True,
+        checked: bool = False,
         **options: Any,  # noqa: ANN401 - fields of DecodingOptions
     ) -> DecodingOutput:
         """Decode prompts in evaluation mode; for further arguments see :func:`refusion_lit.decoding.decode`.
@@ -212,6 +213,7 @@ class TextModel:
             kept: Keeps the cache of a call for the next call.
             continues_text: Whether a response's text continues the prompt's text. Otherwise, the response's tokens are
                 decoded alone, and the text may lack a space at its beginning.
+            checked: Whether the caller has checked model and prompts; see :func:`refusion_lit.decoding.decode`.
             options: Fields of :class:`~refusion_lit.types.DecodingOptions`.
 
         Raises:
@@ -220,7 +222,8 @@ class TextModel:
         """
         check_arguments(decoder, sampling, callbacks, kept)
         methods = (TextModel.generate_ids, TextModel.decode)
-        read_decoding_options(options, [name for method in methods for name in getfullargspec(method).kwonlyargs])
+        names = dict.fromkeys(name for method in methods for name in getfullargspec(method).kwonlyargs)
+        read_decoding_options(options, [*names])  # refuses unknown names, and suggests a known name
         for prompt in prompts:
             _check_ids(prompt, self.tokenizer)
         model = self.model_for(decoder)
@@ -228,7 +231,7 @@ class TextModel:
         self.backbone.eval()
         detokenize = self.detokenize if continues_text else self._detokenize_alone
         watch: dict[str, Any] = {"callbacks": callbacks, "trace": trace, "kept": kept, "detokenize": detokenize}
-        watch["num_top_logprobs"] = num_top_logprobs
+        watch |= {"num_top_logprobs": num_top_logprobs, "checked": checked}
         try:
             return decode(model, decoder, prompts, sampling, **watch, **options)
         except ModelMismatchError:
