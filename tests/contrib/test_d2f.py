@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import dropwhile
 
 import pytest
 import torch
@@ -20,6 +21,17 @@ from support.loop_cases import LoopCase, loop_cases
 from support.slow_decoding import best_allowed, cut
 
 
+def choose(drafts: dict[int, tuple[float, int]], threshold: float, *, is_ready: bool) -> list[int]:
+    """Return the positions of a block's sure drafts; if there are none and the block is ready, of the surest.
+
+    ``drafts`` has probability and token by position.
+    """
+    sure = [p for p, (probability, _) in drafts.items() if probability > threshold]
+    if drafts and is_ready and not sure:
+        return [max(drafts, key=lambda p: (drafts[p][0], -p))]
+    return sure
+
+
 def slow_d2f(
     model: LanguageModel, prompt: tuple[int, ...], decoder: D2F, length: int, known: Sequence[int | None] = ()
 ) -> tuple[list[int], int]:
@@ -35,51 +47,53 @@ def slow_d2f(
     Returns:
         The response and the number of forward passes.
     """
-    size, num_forwards, start = decoder.block_size, 0, len(prompt)
-    length += sum(token is not None for token in known)
-    holes_end = start + len(known) if None in known else 0
-    first = start
     special, eos = model.special_tokens, model.special_tokens.eos_token_ids
+    size, start = decoder.block_size, len(prompt)
+    length += sum(token is not None for token in known)
+    end = start + length
+    holes_end = start + len(known) if None in known else 0
     whole = [*prompt, *known, *[None] * (size + length)]
-    text: list[int | None] = whole[: first + size]
-    goal = start + length
+    text: list[int | None] = whole[: start + size]
+    blocks = [range(start, start + size)]
+    num_forwards = 0
+
+    def share(block: range) -> float:
+        """Return the share of a block's tokens that are filled."""
+        return sum(text[p] is not None for p in block) / size
+
+    def may_open_block() -> bool:
+        """Return whether there is room for another block, and enough of the last block is filled."""
+        num_open = len([*dropwhile(lambda block: share(block) == 1, blocks)])
+        if len(text) >= end or set(text[start:]) & set(eos) or share(blocks[-1]) < decoder.add_threshold:
+            return False
+        limit = 1 if num_forwards == 0 else decoder.num_open_blocks
+        return limit is None or num_open < limit
+
     while True:
-        # Open a block if there is room and enough of the last block is filled; a block that is known opens the next.
-        while True:
-            blocks = [range(stop - size, stop) for stop in range(first + size, len(text) + 1, size)]
-            share = [1.0, *(sum(text[p] is not None for p in block) / size for block in blocks)]
-            num_open = len(blocks) - next((i for i, value in enumerate(share[1:]) if value < 1), len(blocks))
-            has_room = len(text) < goal and (decoder.num_open_blocks is None or num_open < decoder.num_open_blocks)
-            has_room = has_room and (num_forwards > 0 or num_open == 0)
-            if not has_room or share[-1] < decoder.add_threshold or set(text[start:]) & set(eos):
-                break
-            text += whole[len(text) : len(text) + size]
+        while may_open_block():
+            blocks.append(range(len(text), len(text) + size))
+            text += whole[blocks[-1].start : blocks[-1].stop]
             if None in text[-size:]:
-                blocks.append(range(len(text) - size, len(text)))
-                share.append(sum(token is not None for token in text[-size:]) / size)
-                break
+                break  # a forward pass opens one block, and any number of blocks that are known
         # Tokens see their block and the blocks before; the prompt counts as block -1.
         row = [MASK if token is None else token for token in text]
-        numbers = torch.tensor([-1 if p < first else (p - first) // size for p in range(len(row))])
+        numbers = torch.tensor([-1 if p < start else (p - start) // size for p in range(len(row))])
         visible = (numbers[:, None] >= numbers)[None]
         hidden = model.hidden_states(torch.tensor([row]), torch.arange(len(row))[None], visible)
         logits = model.logits(hidden[0]).double()
         num_forwards += 1
-        # In each block fill the sure masks; an activated block without a sure mask fills its surest.
-        for i, block in enumerate(blocks):
-            masked = [p for p in block if text[p] is None]
+        # A block is ready if enough of the block before it is filled.
+        shares_before = [1.0, *map(share, blocks[:-1])]
+        for share_before, block in zip(shares_before, blocks, strict=True):
             drafts = {}
-            for p in masked:
-                scores = logits[p]
-                banned = [*special.banned_token_ids, *(eos if p < holes_end else ())]
-                token = best_allowed(scores, banned, special.vocab_size)
-                drafts[p] = (float(scores.softmax(-1)[token]), token)
-            chosen = [p for p in masked if drafts[p][0] > decoder.threshold]
-            if masked and not chosen and share[i] >= decoder.activate_threshold:
-                chosen = [max(masked, key=lambda p: (drafts[p][0], -p))]
-            for p in chosen:
+            for p in block:
+                if text[p] is None:
+                    banned = [*special.banned_token_ids, *(eos if p < holes_end else ())]
+                    token = best_allowed(logits[p], banned, special.vocab_size)
+                    drafts[p] = (float(logits[p].softmax(-1)[token]), token)
+            for p in choose(drafts, decoder.threshold, is_ready=share_before >= decoder.activate_threshold):
                 text[p] = drafts[p][1]
-        response = text[start : text.index(None) if None in text else goal][:length]
+        response = text[start : text.index(None) if None in text else end][:length]
         if set(eos) & set(response) or len(response) == length:
             return cut([token for token in response if token is not None], eos), num_forwards
 
