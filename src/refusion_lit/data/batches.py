@@ -1,4 +1,4 @@
-"""Training batches: example order, padding, and a loader that knows optimizer steps."""
+"""Training batches: order of examples, padding, and a loader by optimizer steps."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class LengthGroupedBatches(DistributedSampler[list[int]]):
 
     @property
     def order(self) -> dict[str, int | None]:
-        """The values that determine an epoch's order, by option."""
+        """The values that determine the order in an epoch, by option."""
         return {
             "data.pack_length": self._pack_length,
             "data.task": self._num_samples,
@@ -155,7 +155,7 @@ class TrainingLoader(DataLoader[ResponseBatch]):
             yield batch  # type: ignore[misc] - a micro-batch with its step, in place of the batch alone
 
     def _num_left_in_step(self) -> int:
-        """Return how many micro-batches the next micro-batch's step still has, which the epoch may cut short."""
+        """Return how many micro-batches remain in the next micro-batch's step; the epoch's end may cut it short."""
         if self.trainer is None:
             return 1
         num_accumulated = self.trainer.accumulate_grad_batches
@@ -178,8 +178,8 @@ class TrainingLoader(DataLoader[ResponseBatch]):
             state: What :meth:`state_dict` returned.
 
         Raises:
-            ValueError: In mid-epoch, if the options or the data give another order or other samples: samples would be
-                repeated or left out. At the end of an epoch, other samples are a warning.
+            ValueError: In mid-epoch, if options or data give another order or other samples: samples would be repeated
+                or left out. At the end of an epoch, other samples cause a warning only.
         """
         for option, value in state.get("order", {}).items():
             new_value = self.sampler.order[option] if isinstance(self.sampler, LengthGroupedBatches) else None

@@ -35,8 +35,8 @@ def encode_prompt(
     """Encode a query as a prompt.
 
     With a chat template, the query is a user turn (or ``messages`` are the turns), followed by the
-    assistant turn's opening. Without a chat template, ``prompt_template`` is filled in. A special token's name becomes
-    the token if the template contains it, and plain text if the query does. The text is encoded as a whole.
+    assistant turn's opening. Without a chat template, ``prompt_template`` is filled in. A special token's name in the
+    template becomes the token; in the query, it stays plain text. The text is encoded as a whole.
 
     The prompt begins with the BOS token if the tokenizer's policy says so
     (:func:`~refusion_lit.modeling.vocabulary.set_add_bos`) and the template does not write it. With ``add_bos: auto``,
@@ -52,8 +52,8 @@ def encode_prompt(
         chat_options: Chat template options besides the options that are stored with the tokenizer.
 
     Raises:
-        ValueError: If a character is unknown, the chat template refuses or drops a turn or does not read an option,
-            or the prompt is empty.
+        ValueError: If the prompt is empty, a character is unknown, or the chat template refuses a turn, drops a turn or
+            does not read an option.
     """
     require(isinstance(query, str), "query", "a text", query, "give turns of a chat as messages")
     turns = normalize_turns(messages) or [{"role": "user", "content": query}]
@@ -110,7 +110,7 @@ def encode_response(
         answered = [*turns, {"role": "assistant", "content": content}]
         try:
             return render_turns(tokenizer, guard, answered, prompt_template, tools, is_open=False)
-        except ValueError:  # a template may refuse what the prompt's template does not
+        except ValueError:  # a template may accept the prompt and refuse the whole conversation
             return ""
 
     probed = render(guard.probe)
@@ -146,7 +146,7 @@ def _check_order(
     tools: Sequence[Mapping[str, Any]],
     opened: str,
 ) -> None:
-    """Refuse a chat template without an opening that closes the whole list after the last turn, such as JSON.
+    """Refuse a chat template without an opening that closes a list of turns after the last turn, such as JSON.
 
     An answer after the closed list would be no turn of the conversation.
 

@@ -15,7 +15,7 @@ from refusion_lit.tasks.base import Example
 from refusion_lit.utils.require import require
 
 _PACKED_TOGETHER = 4096
-"""Number of samples packed together. More samples need less padding; fewer samples mix lengths better."""
+"""Number of samples to pack at a time. More samples need less padding; fewer samples mix lengths better."""
 
 
 class LazyDataset(Dataset[EncodedExample]):

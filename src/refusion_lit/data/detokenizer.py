@@ -1,4 +1,4 @@
-"""Response text, decoded as a part of the whole text: prompt text + response text = text for all tokens.
+"""Decodes a response as a part of the whole text: prompt text + response text = text of all tokens.
 
 Some tokenizers decode a token differently when it begins a text: SentencePiece drops the space before the first
 word. A response is therefore decoded together with its prompt's last tokens.

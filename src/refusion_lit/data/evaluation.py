@@ -35,7 +35,7 @@ def encode_prompts(
     Args:
         task: The task.
         tokenizer: The tokenizer.
-        prompt_template: How a query becomes a prompt if the tokenizer has no chat template.
+        prompt_template: Turns a query into a prompt if the tokenizer has no chat template.
         max_prompts: Take only the first prompts; ``None`` for all.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Fingerprints of training and validation samples, by which a resumed training notices that its data have changed."""
+"""Fingerprints of training and validation samples: a resumed training detects changed data."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SplitSamples:
             before: The fingerprint of the earlier samples.
 
         Returns:
-            What is different; an empty text if the fingerprints are equal.
+            The difference; an empty text if the fingerprints are equal.
         """
         now, size = self.fingerprint, self._group_size
         if now["num_samples"] != before["num_samples"]:

@@ -49,7 +49,7 @@ class InstructionDataModule(L.LightningDataModule):
         eval_batch_size: Samples per validation batch, and prompts per batch in test and prediction.
         max_length: Samples with more tokens (prompt and response) are dropped and counted. In a generated split that is
             encoded on access, a longer sample is an error.
-        prompt_template: How a query becomes a prompt if the tokenizer has no chat template. ``None``: the model's
+        prompt_template: Turns a query into a prompt if the tokenizer has no chat template. ``None``: the model's
             template in commands with a ``ckpt_path``, else ``{query}``.
         pack_length: Pack training samples into rows with at most this many tokens, at least ``max_length``. Samples do
             not see each other, and no loss changes. An objective that lengthens its sequences lengthens the rows.
@@ -130,7 +130,7 @@ class InstructionDataModule(L.LightningDataModule):
             set_add_bos(tokenizer, self.add_bos)
         if self.chat_template_kwargs is not None:
             set_chat_options(tokenizer, self.chat_template_kwargs)
-        end = end_of_turn(tokenizer)  # what training examples end with
+        end = end_of_turn(tokenizer)  # the end of training examples
         if end is not None:
             add_eos_tokens(tokenizer, [end])
         if description := describe_bos(tokenizer):
@@ -144,7 +144,8 @@ class InstructionDataModule(L.LightningDataModule):
             max_positions: Context length in tokens.
 
         Raises:
-            ValueError: If a sample is too long; in a split that is encoded on access, only when the sample is read.
+            ValueError: If a sample is too long. In a split that is encoded on access, the error comes when the sample
+                is read.
         """
         for split in self._fitted_splits:
             samples = self._load_split(split)
@@ -352,7 +353,7 @@ class InstructionDataModule(L.LightningDataModule):
 
 
 def _as_task(task: Any) -> Task:  # noqa: ANN401 - Python users pass data sets of many libraries
-    """Return a task as it is, and a data set in memory as a task.
+    """Return a task unchanged; wrap a data set in memory in a task.
 
     Raises:
         ValueError: If the value is neither.
@@ -369,7 +370,7 @@ def _as_task(task: Any) -> Task:  # noqa: ANN401 - Python users pass data sets o
 
 
 def _as_tokenizer_source(source: Any) -> TokenizerSource:  # noqa: ANN401 - Python users pass names
-    """Return a tokenizer source as it is, and a directory or hub id as a tokenizer source.
+    """Return a tokenizer source unchanged; turn a directory or hub id into a tokenizer source.
 
     Raises:
         ValueError: If the value is neither.

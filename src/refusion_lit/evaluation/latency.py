@@ -1,4 +1,4 @@
-"""Speeds of decoders, measured in turns on the same batches of prompts in one process."""
+"""Measures the speeds of decoders, in turns on the same batches of prompts and in one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Entrant:
     Attributes:
         model: The model.
         decoder: The decoder.
-        sampling: How much to generate and how tokens are sampled.
+        sampling: Length limit and sampling options.
         prompts: The prompts, tokenized for the model; all entrants have the same number of prompts in the same order.
         num_threads: Number of CPU threads while the decoder decodes; ``None``: the process's number.
     """
@@ -62,7 +62,7 @@ class Timings:
         return round(sum(self.num_tokens) / sum(self.seconds), 6)
 
     def over(self, other: Timings) -> Interval:
-        """Return how many times as fast this decoder is, with a 95 % interval over batches.
+        """Return this decoder's speed divided by another decoder's, with a 95 % interval over batches.
 
         Every resample of the bootstrap draws the same batches for both decoders.
 
@@ -93,8 +93,8 @@ def measure_latency(
 ) -> dict[int, dict[str, Timings]]:
     """Measure speeds in turns: every entrant decodes a batch before the next batch begins.
 
-    Turns make the ratios robust against other work on the machine, which then slows all entrants alike. The order of
-    the entrants rotates from batch to batch. Every entrant decodes one batch of every size beforehand, untimed.
+    Turns make ratios robust: other work on the machine slows all entrants alike. The order of the entrants rotates from
+    batch to batch. Every entrant decodes one batch of every size beforehand, untimed.
 
     Args:
         entrants: Decoders with their models, by name; all have the same prompts.
@@ -143,7 +143,7 @@ def _draw_batches(num_prompts: int, size: int, options: LatencyOptions, seed: in
 
 
 def _time_batch(entrant: Entrant, indices: Sequence[int]) -> tuple[float, DecodingOutput]:
-    """Decode a batch; return the seconds by the wall clock and what was decoded."""
+    """Decode a batch; return the wall-clock seconds and the output."""
     prompts = [entrant.prompts[index] for index in indices]
     device = entrant.model.backbone.device
     with _use_threads(entrant.num_threads):
@@ -168,7 +168,7 @@ def summarize(timings: Mapping[int, Mapping[str, Timings]], baseline: str) -> di
 
     Args:
         timings: Timings by batch size and name, as :func:`measure_latency` returns them.
-        baseline: Name of the entrant that the others are compared with.
+        baseline: Name of the entrant with which the others are compared.
 
     Returns:
         ``{"baseline": NAME, "decoders": {NAME: {SIZE: figures}}}``. ``times_baseline`` is an estimate with the ends of

@@ -118,7 +118,7 @@ def monte_carlo_masked(
 
 @torch.no_grad()
 def is_greedy_text(backbone: Backbone, context: Sequence[int], text: Sequence[int]) -> bool:
-    """Return whether a masked model writes a text if it unmasks the most probable token in every step.
+    """Return whether a masked model that unmasks the most probable token in every step writes a text.
 
     LLaDA's check (arXiv 2502.09992 and its program): the text starts as masks, and a step makes the most probable
     prediction final. The check ends at the first token that differs from the text.
@@ -182,7 +182,7 @@ def _masked_states(
 def _score(backbone: Backbone, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[float, bool]:
     """Return the targets' log-probability, and whether all targets are the most probable tokens.
 
-    Ids of no token, and rows that loading has added to the weights (a mask token), have no probability.
+    Ids without a token, and rows added at loading (a mask token), have no probability.
     """
     special = backbone.special_tokens
     logits = backbone.logits(hidden)[..., : special.vocab_size].double()

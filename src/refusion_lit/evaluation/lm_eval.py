@@ -95,7 +95,7 @@ class RefusionLitModel(LM):
         """Answer prompts; a task's prompts with equal options share forward passes.
 
         Raises:
-            ValueError: If no decoder here has an option, or a prompt is too long. Nothing has been decoded then.
+            ValueError: If no decoder supports an option, or a prompt is too long. Nothing has been decoded then.
         """
         groups: defaultdict[tuple[str, SamplingParams], list[int]] = defaultdict(list)
         prompts = []
@@ -252,7 +252,7 @@ class RefusionLitModel(LM):
         return self._add_special_tokens(encode_text(self.model.tokenizer, text, allow_unknown=True))
 
     def _add_special_tokens(self, ids: list[int]) -> list[int]:
-        """Put the special tokens around a text that the tokenizer puts there, EOS included, as the harness does."""
+        """Add the tokenizer's special tokens around a text, EOS included, as the harness does."""
         before, after = find_added_tokens(self.model.tokenizer)
         return [*before, *ids, *after]
 
@@ -263,7 +263,7 @@ class RefusionLitModel(LM):
         """
         if not context:
             return [self._start], encode_text(self.model.tokenizer, text, allow_unknown=True)
-        kept = context.rstrip()  # spaces belong to the word that they stand before
+        kept = context.rstrip()  # spaces belong to the next word
         if context in self._rendered:
             self._rendered[kept] = _strip_end(self._rendered[context])
         before = self._encode(kept)
@@ -281,7 +281,7 @@ class RefusionLitModel(LM):
         return self.model.backbone.special_tokens.eos_token_ids[0] if bos is None else int(bos)  # type: ignore[arg-type]
 
     def _windows(self, tokens: list[int]) -> list[tuple[list[int], list[int]]]:
-        """Return pairs of known and scored tokens that fit into the context and together score all tokens."""
+        """Return pairs of known and scored tokens. Every pair fits into the context; together they score all tokens."""
         context = self.model.backbone.context(in_text_order=True)
         # A masked estimate reads the last token, too; an autoregressive model only predicts it.
         size = len(tokens) + 1 if context is None else context - (self.likelihood != "autoregressive")

@@ -47,7 +47,7 @@ _CALL_SHAPES = "call_shapes"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions(DecodingOptions):
-    """How decoders are run while a model is evaluated.
+    """Options for running decoders in evaluation.
 
     Attributes:
         verifier: Path or hub id of an autoregressive model with the same tokenizer, for the decoder ``APD``.
@@ -65,8 +65,8 @@ class _DecoderState:
 
     Attributes:
         decoder: The decoder.
-        fingerprint: What its predictions depend on.
-        file: Where the first process writes predictions; ``None`` in the other processes.
+        fingerprint: Fingerprint of everything that its predictions depend on.
+        file: The predictions file of the first process; ``None`` in other processes.
         done: Ids that an interrupted run has decoded.
         metrics: Counts in a test, which the first process keeps; ``None`` in ``predict``.
         call_shapes: The model's calls in a test.
@@ -185,12 +185,12 @@ class Evaluation(L.Callback):
         return {type(decoder).__name__.lower(): decoder}
 
     def check_plan(self, plan: ModelPlan, prompts: Sequence[Prompt], *, is_test: bool) -> None:
-        """Refuse decoders that do not fit a model, and prompts that are too long for it, before its weights are read.
+        """Before weights are read, refuse decoders that do not fit a model, and prompts that are too long.
 
         Args:
             plan: The model's tokenizer, traits and length limits.
             prompts: The prompts to decode.
-            is_test: Whether all decoders decode; otherwise the first one does.
+            is_test: Whether all decoders decode; otherwise only the first decoder does.
 
         Raises:
             ValueError: Naming the decoder or the longest prompt.
@@ -275,7 +275,7 @@ class Evaluation(L.Callback):
     def _start(self, path: Path, decoder: Decoder, contents: Mapping[str, object]) -> _DecoderState:
         """Open a decoder's predictions file in the first process, and continue from the predictions in it."""
         fingerprint = predictions_fingerprint(self._model, decoder, self.sampling, contents.items())
-        # The fingerprint holds the examples; of the task's other options, only numbers can matter.
+        # The fingerprint contains the examples. Among the task's other options, only numbers can matter.
         options = class_and_options(self._task)
         settings = {name: v for name, v in options.items() if name == "class" or isinstance(v, int | float)}
         fingerprint = {**fingerprint, "task": {**settings, "metrics": list(self._task.metrics)}}

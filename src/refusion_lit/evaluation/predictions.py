@@ -46,7 +46,7 @@ def predictions_fingerprint(
     Args:
         model: The model.
         decoder: The decoder.
-        sampling: How much to generate and how tokens are drawn.
+        sampling: Length limit and sampling options.
         prompts: Ids and contents.
     """
     backbone = model.backbone
@@ -82,7 +82,7 @@ def prediction(
     Args:
         row: The engine's output.
         decoder: The decoder's class name.
-        prompt: The query as it was given.
+        prompt: The query, before any template.
         reference: The right response, if known.
         score: The response's score in [0, 1], if known.
         metrics: The task's further metrics by name, if it has any.
@@ -109,7 +109,7 @@ def as_line(values: Mapping[str, Any]) -> str:
 
 
 def check_writable(file: Path, *, overwrite: bool, source: str | Path | None = None) -> None:
-    """Refuse to overwrite a file that holds no predictions, or to use a compressed file's name.
+    """Refuse a file with other contents than predictions, and names of compressed files.
 
     Args:
         file: The file to write.
@@ -127,7 +127,7 @@ def check_writable(file: Path, *, overwrite: bool, source: str | Path | None = N
 
 
 def _is_empty(file: Path) -> bool:
-    """Return whether a file has no content, as if the process that created it was killed at once."""
+    """Return whether a file is empty, for instance because its process was killed at once."""
     return file.is_file() and file.stat().st_size == 0
 
 
@@ -173,7 +173,7 @@ class PredictionsFile:
 
     Args:
         path: The file.
-        fingerprint: What the predictions depend on. A run resumes only with an equal fingerprint.
+        fingerprint: Fingerprint of everything that the predictions depend on. A run resumes only if it is equal.
         resume: Keep the predictions in the file. Without it, they are replaced; see :func:`check_writable`.
 
     Attributes:

@@ -1,1 +1,1 @@
-"""What objectives share: the contract, batches, packing and the loss."""
+"""Shared by objectives: the contract, batches, packing and the loss."""

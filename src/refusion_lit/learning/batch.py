@@ -36,7 +36,7 @@ class ResponseBatch(_Movable):
         input_ids: Prompt, then response with its EOS token, then padding.
         prompt_lengths: Number of prompt tokens per sample.
         response_lengths: Number of response tokens per sample, EOS token included; at least 1.
-        sample_keys: 64-bit hashes of the samples' ids, which key the noise.
+        sample_keys: 64-bit hashes of the samples' ids. They key the noise.
         ids: The samples' ids.
         rows: For packing: the samples' row indices, from 0 without gaps. ``None``: a row per sample.
 
@@ -89,12 +89,12 @@ class ResponseBatch(_Movable):
 
     @property
     def ends(self) -> Int[Tensor, " batch"]:
-        """Number of tokens per sample, which is the position after the last token."""
+        """Number of tokens per sample, equal to the position after the last token."""
         return self.prompt_lengths + self.response_lengths
 
     @property
     def is_real(self) -> Bool[Tensor, "batch token"]:
-        """Which positions hold a token and not padding."""
+        """Mask of positions with a token instead of padding."""
         return self.positions < self.ends[:, None]
 
     @property
@@ -131,15 +131,15 @@ class CorruptedBatch(_Movable):
         is_masked: Positions that corruption replaced by the mask token.
         is_real: Positions that hold tokens and not padding. ``None``: unknown; the batch cannot be packed.
         num_views: Number of views per sample.
-        rejected: Tokens that the positions should rather not predict, or ``IGNORE_INDEX``; for objectives that compare
-            two texts. The batch cannot be packed then.
-        num_drafts: The last tokens of a row are this many draft masks, which run in a second pass with the model's
-            drafter (:meth:`~refusion_lit.modeling.backbone.Backbone.forward`).
-        num_canvas: The last tokens of a row are this many tokens of a canvas, which a model with a decoder for canvases
-            computes with it, after the text.
-        is_conditioned: With a canvas: rows whose first prediction conditions a second pass of that decoder.
-        draft_offsets: The masks' offsets in a slot that a decoder drafts at once, -1 at other tokens. A slot's masks
-            are consecutive. ``None``: the objective trains no slots.
+        rejected: Rejected tokens by position, or ``IGNORE_INDEX``, for objectives that compare two texts. The batch
+            then cannot be packed.
+        num_drafts: Number of draft masks at the end of a row. They run in a second pass with the model's drafter
+            (:meth:`~refusion_lit.modeling.backbone.Backbone.forward`).
+        num_canvas: Number of canvas tokens at the end of a row. A model with a separate decoder for canvases computes
+            them with this decoder, after the text.
+        is_conditioned: With a canvas: rows whose first prediction conditions a second pass of the canvas decoder.
+        draft_offsets: The masks' offsets in their slot, -1 at other tokens; a decoder drafts a slot at once. A slot's
+            masks are consecutive. ``None``: the objective trains no slots.
     """
 
     input_ids: Int[Tensor, "batch token"]
@@ -167,7 +167,7 @@ class LossOutput:
         sums: Weighted sums of cross-entropies, by term, in nats.
         counts: Denominators, by term.
         terms: Coefficients in the total, by the terms' names, in order.
-        draft_counts: Which masks would be accepted as drafts, without gradients only; see
+        draft_counts: Counts of masks that would be accepted as drafts, only without gradients; see
             :func:`~refusion_lit.learning.draft_figures.draft_figures`.
 
     Examples:

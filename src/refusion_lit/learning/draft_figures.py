@@ -24,13 +24,13 @@ def count_drafts(reads: Float[Tensor, "read draft"], offsets: Int[Tensor, " draf
     """Return counts by offset in the slot; see :func:`draft_figures`.
 
     Args:
-        reads: What :func:`read_drafts` returned for all labelled tokens, in order.
+        reads: Results of :func:`read_drafts` for all labelled tokens, in order.
         offsets: The masks' offsets in their slots, -1 at other tokens. A slot's masks are consecutive.
     """
     is_right, confidence = reads[0] > 0, reads[1]
     wrong = F.pad((~is_right).long().cumsum(0), (1, 0))
     index = torch.arange(len(offsets), device=offsets.device)
-    is_accepted = wrong[index + 1] == wrong[(index - offsets).clamp(min=0)]  # no draft before it is wrong either
+    is_accepted = wrong[index + 1] == wrong[(index - offsets).clamp(min=0)]  # nor is an earlier draft wrong
     is_confident = confidence > THRESHOLD
     figures = torch.stack((torch.ones_like(is_right), is_accepted, is_confident, is_confident & is_right), -1)
     at_offset = offsets[:, None] == torch.arange(NUM_OFFSETS, device=offsets.device)
@@ -46,8 +46,8 @@ def draft_figures(counts: Float[Tensor, "offset figure"]) -> dict[str, Tensor]:
       right, it is the agreement between thresholded decoding and left-to-right decoding.
 
     Args:
-        counts: By offset in the slot: number of drafts; of drafts that equal the text, together with all drafts before
-            them; of confident drafts; of confident drafts that equal the text.
+        counts: By offset in the slot, the numbers of: drafts; drafts that equal the text, as do all drafts before them;
+            confident drafts; confident drafts that equal the text.
     """
     accepted = {f"accepted_{k}": row[1] / row[0] for k, row in enumerate(counts, 1) if row[0]}
     total, _, confident, right = counts.sum(0)

@@ -45,7 +45,7 @@ class Objective(ABC):
 
     Class attributes:
         ranges: Minimum or interval by numeric option, checked on construction; see ``utils.require.check_options``.
-        trained: What a trained model can do: its attention pattern and the meaning of its logits.
+        trained: A trained model's traits: attention pattern and meaning of the logits.
         term: The only loss term's name; objectives with several terms override :attr:`terms`.
         packs: Whether samples can be packed: :meth:`corrupt` marks the real positions.
         step_source: Import path of a ``StepSource`` (``training/step_source.py``) that makes the responses for every
@@ -65,7 +65,7 @@ class Objective(ABC):
 
     @property
     def traits(self) -> ModelTraits:
-        """What a model trained with this objective can do: ``trained``, or what the options change it to."""
+        """Traits of a model trained with this objective: ``trained``, unless options change them."""
         what = f"what {type(self).__name__} trains"
         fix = 'add trained = ModelTraits(attention="causal", predictions=("mask",))'
         trained = getattr(self, "trained", "no class attribute trained")
@@ -78,7 +78,7 @@ class Objective(ABC):
         return {self.term: 1.0}
 
     def at(self, progress: float) -> Objective:  # noqa: ARG002
-        """Return the objective at a point in training: the same objective unless options change during training.
+        """Return the objective at a point in training. It is the same objective unless options change during training.
 
         Args:
             progress: Finished share of all optimizer steps, from 0.
@@ -86,7 +86,7 @@ class Objective(ABC):
         return self
 
     def trained_canvas(self, response_length: int) -> int | None:  # noqa: ARG002
-        """Return the number of tokens on which a model learns where a response ends.
+        """Return the canvas length, in tokens, on which a model learns where a response ends.
 
         Decoders that fill a whole canvas must not have a longer canvas. ``None``: decoders need no such canvas.
 
@@ -121,10 +121,10 @@ class Objective(ABC):
         Args:
             hidden: Hidden states of ``corrupted``, in its order.
             head: Maps hidden states ``[token, hidden]`` to logits ``[token, vocab]``.
-            corrupted: What :meth:`corrupt` returned, on the device of ``hidden``.
+            corrupted: The result of :meth:`corrupt`, on the device of ``hidden``.
 
         Returns:
-            Its sums are in float32 (float64 for float64 logits); zero, with zero gradients, for a term without labels.
+            The loss. Sums are float32 (float64 for float64 logits). A term without labels is zero, with zero gradients.
         """
         is_labelled = corrupted.labels != IGNORE_INDEX
         selected = is_labelled.flatten().nonzero().squeeze(1)
@@ -192,7 +192,7 @@ def map_chunks(
     *others: Shaped[Tensor, "position ..."],
     chunk_size: int | None,
 ) -> list[Tensor]:
-    """Compute logits in chunks of positions, in float32 at least; return a function's results by chunk.
+    """Compute logits in chunks of positions, in float32 or higher precision; return a function's results by chunk.
 
     With gradients and several chunks, the backward pass recomputes the logits, so that they need not be kept.
 

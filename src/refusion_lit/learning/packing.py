@@ -1,4 +1,4 @@
-"""Packing: several corrupted samples share a row and do not see each other; positions that no target needs go."""
+"""Packing: corrupted samples share a row without seeing each other; positions that no target needs are dropped."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from refusion_lit.learning.batch import IGNORE_INDEX, CorruptedBatch
 def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_id: int) -> CorruptedBatch:
     """Concatenate the samples that share a row.
 
-    Samples are packed after corruption. So packing changes no corruption, and an objective only has to set
-    :attr:`CorruptedBatch.is_real`. Tokens keep position ids, which restart with every sample, labels, weights and
-    terms. So packing does not change the loss.
+    Samples are packed after corruption, so packing does not change corruption, and an objective only has to set
+    :attr:`CorruptedBatch.is_real`. Tokens keep their labels, weights, terms and position ids, which restart with every
+    sample. Packing therefore does not change the loss.
 
     Args:
         corrupted: A sample per row, view-major if there are several views.
@@ -79,12 +79,12 @@ def pack(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"], *, pad_token_i
 
 
 def lay_out(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"] | None, *, pad_token_id: int) -> CorruptedBatch:
-    """Pack samples into rows, without the positions that no target needs; the loss and its gradients stay.
+    """Pack samples into rows and drop positions that no target needs. Loss and gradients do not change.
 
     In block diffusion's doubled sequence, no target needs the prompt's noisy copy and the last clean block.
 
-    Batches with rejected tokens, draft masks or a canvas, and subclasses, whose fields may belong to positions, keep
-    all positions. Causal batches do, too.
+    All positions are kept in causal batches, in batches with rejected tokens, draft masks or a canvas, and in
+    subclasses, whose fields may belong to positions.
 
     Args:
         corrupted: A batch.
@@ -118,7 +118,7 @@ def lay_out(corrupted: CorruptedBatch, rows: Int[Tensor, " sample"] | None, *, p
 
 
 def _needed_positions(corrupted: CorruptedBatch) -> Bool[Tensor, "row token"]:
-    """Return which positions have labels, or are seen, directly or through others, by a position with a label."""
+    """Return which positions are needed: positions with labels, and positions that they see, directly or indirectly."""
     assert corrupted.visible is not None
     needed = corrupted.labels != IGNORE_INDEX
     needed[:, 0] |= ~needed.any(1)  # a row without labels keeps a position, because no row may be empty

@@ -1,4 +1,4 @@
-"""Gradient accumulation: an optimizer step's micro-batches, their denominators, and the loss's scale."""
+"""Gradient accumulation: an optimizer step's micro-batches, with the step's denominators."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class OptimizerStep:
     """All micro-batches of an optimizer step on this process.
 
     The micro-batches' losses add up to the loss of a single batch with all samples on all processes. The denominators
-    (labelled tokens or samples) differ between micro-batches, so a mean of means would be a different loss. Therefore
-    :meth:`begin` takes all corrupted micro-batches before the first micro-batch runs, and every micro-batch gets the
-    counts of the whole step as denominators.
+    (labelled tokens or samples) differ between micro-batches, so a mean of means would be a different loss.
+    :meth:`begin` therefore takes all corrupted micro-batches before the first one runs, and every micro-batch gets the
+    whole step's counts as denominators.
 
     Args:
         batches: Clean micro-batches on this process, in order.

@@ -1,4 +1,4 @@
-"""Functions that several objectives share: random subsets of places, and changes to batches in text order."""
+"""Helpers for objectives: random subsets of places, and changes to batches in text order."""
 
 from __future__ import annotations
 

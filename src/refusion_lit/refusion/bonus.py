@@ -1,10 +1,10 @@
 """ReFusion with bonus tokens: open slots are verified side by side, and every forward commits a token per slot.
 
-Where a draft is rejected, the model's own next token of the same forward replaces it: the bonus token of speculative
-decoding. New drafts have two sources: masks in the same forward, after every number of accepted drafts that is worth
-them; otherwise guesses, the model's choices after the rejected draft, as in Jacobi decoding.
-Open slots do not see each other, so their cache entries equal the entries of ReFusion's parallel infill. The text of a
-slot is the model's own greedy continuation of its first token: drafts only decide how fast it is written.
+If a draft is rejected, the model's own next token replaces it in the same forward: the bonus token of speculative
+decoding. New drafts come from masks in the same forward, where masks pay. Otherwise they are guesses as in Jacobi
+decoding: the model's choices after the rejected draft. Open slots do not see each other, so their cache entries equal
+the entries of ReFusion's parallel infill. The text of a slot is the model's own greedy continuation of its first token:
+drafts only decide how fast the text is written.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class BonusState(SlotState):
     """State of ReFusion with bonus tokens. Slots stay open over several steps; their last tokens may lack proposals.
 
     Attributes:
-        guessed: Numbers of the open slots whose proposals are guesses: the model's choices after a rejected draft.
-        acceptance: How often recent drafts by masks were accepted.
-        guesses: How often recent guesses were accepted.
+        guessed: Numbers of open slots whose proposals are guesses, the model's choices after a rejected draft.
+        acceptance: Acceptance of recent drafts by masks.
+        guesses: Acceptance of recent guesses.
     """
 
     guessed: set[int] = field(default_factory=set)
@@ -42,10 +42,10 @@ def step(
 
     Args:
         state: Changed in place.
-        open_slots: Chooses slots by a plan, which may have been made ahead, and opens them with its drafts.
-        plan_branch: Returns the branch that plans slots; without tokens if no slot is left.
+        open_slots: Chooses slots by a plan, perhaps made ahead, and opens them with the plan's drafts.
+        plan_branch: Returns the branch that plans slots; the branch has no tokens if no slot is left.
         num_drafts: Maximum number of drafts per slot; ``None``: the rest of the slot.
-        fused: Whether masks may be fed before the drafts that they follow are known to be accepted.
+        fused: Whether masks may follow drafts that are not yet verified.
     """
     if state.open and (yield from _advance(state, plan_branch, num_drafts, fused=fused)):
         return
@@ -84,7 +84,8 @@ def _advance(
     branches += [branch if is_few else replace(branch, draft_at=()) for branch in groups.values()]
     plans = bool(masks.tokens) and _pays(state, len(masks.tokens), fused=fused)
     draw = state.draw
-    # A plan may be sampled, the model's own tokens are not. With both, the plan is read once it is needed.
+    # A plan may be sampled, but the model's own tokens are not. If a forward has both, the plan is read when it is
+    # needed.
     is_sampled = draw.sampling.temperature > 0 and is_open
     token_draw = Draw(sampling=draw.sampling.greedy(), with_probability=False) if is_sampled else draw
     is_plan_read = token_draw is draw and (is_few or not is_open)
@@ -134,7 +135,7 @@ def _branch(state: BonusState, slot: OpenSlot) -> Branch:
 def _mask_groups(
     state: BonusState, write_at: int, num_drafts: int | None, *, fused: bool
 ) -> Mapping[tuple[int, int], Branch]:
-    """Return mask groups that pay, by slot and by the number of accepted drafts before the masks.
+    """Return the mask groups that save time, by slot and by the number of accepted drafts before the masks.
 
     A group's first mask stands at the place of the model's own token, and drafts nothing.
 
@@ -170,7 +171,7 @@ def _mask_groups(
 
 
 def _num_masks(state: BonusState, slot: OpenSlot, accepted: int, most: int, forward_cost: float) -> int:
-    """Return the number of drafts that pays best for the masks after ``accepted`` accepted drafts; 0 if none pays.
+    """Return how many masks to feed after ``accepted`` accepted drafts to save most time; 0 if masks save none.
 
     Without masks, guesses are the slot's next drafts. A forward gives 1 + E tokens if E of its drafts are accepted on
     average, so masks save forwards if more of their drafts are accepted. Costs are in positions: a forward costs a
@@ -206,7 +207,7 @@ def _acceptance(state: BonusState, slot: OpenSlot) -> Acceptance:
 
 
 def _accept_drafts(state: BonusState, slot: OpenSlot, reading: Reading) -> int:
-    """Accept drafts up to the first wrong draft, which the model's own token replaces; return how many.
+    """Accept drafts up to the first wrong draft, replace this draft by the model's token, and return the number.
 
     The model's choices after its own token are the slot's next drafts until there are better drafts.
     """
@@ -247,7 +248,7 @@ def _commit_slots(state: BonusState) -> None:
 
 
 def _close(state: BonusState) -> None:
-    """Close the open slots once all of them are complete and in the cache, which the response's last slots can skip."""
+    """Close the open slots once all are complete and cached; the response's last slots need no cache."""
     state.blocks = state.remaining_blocks(state.open, ends=state.open[-1].ends)
     is_last = not state.blocks and all(slot.is_complete for slot in state.open)
     if is_last or _is_cached(state):

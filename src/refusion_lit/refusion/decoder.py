@@ -41,10 +41,9 @@ class ReFusion(Decoder):
 
     Attributes:
         slot_size: Tokens per slot, K in the paper.
-        num_serial_blocks: How many blocks the response is cut into; blocks are decoded strictly left to right.
-            ``None``: 2, or 1 if the response has a single slot. Spans before given tokens are cut into the same number
-            of blocks, which are decoded first. Their slots contain no given token; the last slot of a span may be
-            shorter.
+        num_serial_blocks: Number of blocks into which the response is cut. Blocks are decoded strictly left to right.
+            ``None``: 2, or 1 if the response has a single slot. Spans before given tokens are cut into as many blocks,
+            which are decoded first. Slots contain no given token, so a span's last slot may be shorter.
         slot_threshold: Slots with a higher confidence are chosen, in [0, 1].
         token_threshold: Tokens with a higher probability are accepted, in [0, 1].
         slot_confidence: A slot's confidence: the probability of its ``first`` draft token, or the ``mean``, ``min`` or
@@ -52,9 +51,9 @@ class ReFusion(Decoder):
         selection: ``threshold`` (at least one slot) or ``top_k`` (the k most confident slots). ``sequential`` (the k
             leftmost slots) and ``random`` (any k, by the seed) ignore confidence; they are baselines for the decoding
             order.
-        k: How many slots to choose, unless ``selection`` is ``threshold``; 1 by default for ``sequential`` and
+        k: Number of slots to choose, unless ``selection`` is ``threshold``; 1 by default for ``sequential`` and
             ``random``.
-        infill: How rejected tails are filled: by ``mask`` predictions (the paper), ``autoregressive``, or ``bonus``.
+        infill: Method for filling rejected tails: ``mask`` predictions (the paper), ``autoregressive``, or ``bonus``.
             With ``bonus``, chosen slots are verified side by side. The model's own next token replaces a rejected draft
             (the bonus token of speculative decoding), and the rest is drafted again, so every forward commits a token.
             ``bonus`` needs a ``token_threshold`` of at least 0.5; all such values give the same text.
@@ -137,7 +136,7 @@ class ReFusion(Decoder):
         state.close()
 
     def _open(self, state: SlotState) -> Steps[None]:
-        """Choose slots by a plan and open them with its drafts; the LM head runs only where the choice needs it.
+        """Choose slots by a plan and open them with its drafts. The LM head runs only as far as the choice needs.
 
         If no plan was made ahead, a forward feeds masks for all remaining slots in the serial block.
         """
@@ -146,7 +145,7 @@ class ReFusion(Decoder):
         if state.planned is None:
             branch = self._masks(state, slots, num_seen=state.num_cached, write_at=state.num_cached)
             [state.planned] = yield state.forward("plan", [branch], draw)
-            state.num_cached += branch.draft_at[0]  # what comes before the masks
+            state.num_cached += branch.draft_at[0]  # the tokens before the masks
         plan = state.planned
         state.planned = None
         state.num_plans += 1
@@ -171,7 +170,7 @@ class ReFusion(Decoder):
             write_at += len(places)
 
     def _select(self, state: SlotState, confidences: Sequence[float]) -> list[int]:
-        """Return which slots of the serial block to open, in text order.
+        """Return the slots to open in the serial block, in text order.
 
         Args:
             state: The state, after planning the block.
@@ -219,7 +218,7 @@ class ReFusion(Decoder):
             state.planned = readings[-1]
 
     def _fill(self, state: SlotState) -> Steps[None]:
-        """Fill all open slots in parallel. Their cache entries are kept as they are: ReFusion's reuse."""
+        """Fill all open slots in parallel and keep their cache entries unchanged: ReFusion's reuse."""
         if self.infill == "mask":
             yield from infill_by_masks(state, self.token_threshold, packed=self.infill_layout == "packed")
         else:
@@ -249,5 +248,5 @@ class ReFusion(Decoder):
 
     @property
     def _num_masks(self) -> int | None:
-        """Masks that a plan has per slot; ``None``: a mask per token."""
+        """Number of masks per slot in a plan; ``None``: a mask per token."""
         return None if self.num_drafts is None else 1 + self.num_drafts

@@ -17,7 +17,7 @@ def infill_by_masks(state: SlotState, token_threshold: float, *, packed: bool) -
     """Fill the open slots in rounds: masks propose tokens after the accepted prefixes, then a forward verifies them.
 
     Args:
-        state: Its open slots are changed in place.
+        state: The prompt's state; its open slots are changed in place.
         token_threshold: Proposals above it are accepted.
         packed: Whether the slots share a row; otherwise every slot has a row.
     """
@@ -52,7 +52,7 @@ def infill_autoregressively(state: SlotState, token_threshold: float) -> Steps[N
     :func:`infill_by_masks`.
 
     Args:
-        state: Its open slots are changed in place; every open slot is a row of the call.
+        state: The prompt's state; its open slots are changed in place. Every open slot is a row of the call.
         token_threshold: Proposals above it are accepted.
     """
     draw = Draw(sampling=state.sampling.greedy(), with_probability=False)
@@ -87,7 +87,7 @@ def slot_branch(
         state: The state.
         slot: The slot.
         drawn: Offsets into the slot; a token is drawn for every offset.
-        tested: Offsets into the slot; the probability of the token there is read, at the token before.
+        tested: Offsets into the slot; the token's probability is read at the token before.
         shift: 0 to draw a token at its mask, 1 to draw it at the token before.
     """
     cached = slot.num_cached

@@ -20,7 +20,7 @@ _ORDER_LIMIT = 2**53  # KeyedNoise.bits stays below this
 
 @dataclass(frozen=True, kw_only=True)
 class Hybrid(Objective):
-    """Predicts masked slots from the prompt and the clean slots, and clean slots token by token.
+    """Predicts masked slots from prompt and clean slots, and clean slots token by token.
 
     ReFusion (arXiv 2512.13586). Every step supervises all response tokens except the first token of a clean slot. The
     terms are ``ar``, the mean over all labelled clean tokens, and ``mdm``, the mean over samples. A sample's ``mdm`` is

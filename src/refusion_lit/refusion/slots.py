@@ -18,12 +18,12 @@ class OpenSlot:
     """A chosen slot that is being filled.
 
     Attributes:
-        number: Its number among the slots of the response.
-        places: Its places on the canvas, up to an accepted EOS.
+        number: The slot's number in the response.
+        places: The slot's places on the canvas, up to an accepted EOS.
         write_at: Cache index of its first token; the other tokens follow, then the next slot.
         tokens: Its tokens; tokens from ``num_accepted`` on are proposals.
         num_accepted: Length of its accepted prefix, at least 1.
-        num_cached: How many leading tokens have final cache entries; they are not fed again.
+        num_cached: Number of tokens, from the start, with final cache entries. They are not fed again.
         ends: Whether its accepted prefix ends with an EOS.
     """
 
@@ -47,8 +47,8 @@ class SlotState(RowState):
 
     Attributes:
         slots: The slots' places on the canvas, in text order.
-        blocks: The slots per serial block that are neither open nor filled, in text order; no block is empty.
-        num_plans: How many plans were read. Keys their noise, so that the noise does not depend on the forward.
+        blocks: For every serial block, the slots that are neither open nor filled, in text order; no block is empty.
+        num_plans: Number of plans read so far. It keys their noise, so that the noise does not depend on the forward.
         branches: The last forward's branches; a plan comes last.
         open: The open slots, in text order. They share the context, and their cache entries follow it.
         planned: The next plan's reading, if the last forward made it ahead and all drafts were accepted.
@@ -73,8 +73,8 @@ class SlotState(RowState):
         """Create a canvas whose unknown tokens are cut into slots, and the slots into serial blocks.
 
         Slots contain no given tokens. A span is cut from its left end, so its last slot may be shorter. The rest, after
-        the last given token, is cut into whole slots, rounded up to equal blocks, also beyond the maximum length. The
-        spans' blocks, in text order, come first, so that the rest sees them filled. ``num_serial_blocks`` is the
+        the last given token, is cut into whole slots and equal blocks, even if they reach beyond the maximum length.
+        The spans' blocks come first, in text order, so that the rest sees filled spans. ``num_serial_blocks`` is the
         maximum number of blocks, once for the spans and once for the rest.
         """
         given = prompt.given[: prompt.given_length]
@@ -96,12 +96,12 @@ class SlotState(RowState):
         return [self.prompt_length + place for slot in slots for place in self.slots[slot][:most]]
 
     def bounds(self, slots: Sequence[int], most: int | None = None) -> list[int]:
-        """Return at which offsets slots start if their tokens are concatenated, and the total length."""
+        """Return the offsets at which slots start if their tokens are concatenated, and the total length."""
         return list(accumulate((len(self.slots[slot][:most]) for slot in slots), initial=0))
 
     @property
     def draw(self) -> Draw:
-        """How the next plan is drawn."""
+        """Options for drawing the next plan."""
         return Draw(sampling=self.sampling, round=self.num_plans)
 
     def forward(self, phase: str, branches: Sequence[Branch], draw: Draw) -> Forward:
@@ -110,7 +110,7 @@ class SlotState(RowState):
         return Forward(phase=phase, branches=tuple(branches), draw=draw, packed=True)
 
     def accept(self, slot: OpenSlot, scores: Sequence[float], threshold: float) -> None:
-        """Accept an open slot's proposals up to the first that does not pass, or up to an EOS.
+        """Accept an open slot's proposals up to the first failure, or up to an EOS.
 
         Args:
             slot: Changed in place.
@@ -163,5 +163,5 @@ def require_serial_blocks(num_blocks: int, slot_size: int, sampling: SamplingPar
 
 
 def _block_size(num_slots: int, num_blocks: int) -> int:
-    """Return how many slots a block has, for at most ``num_blocks`` blocks; the last block may have fewer."""
+    """Return the number of slots per block, for at most ``num_blocks`` blocks; the last block may have fewer."""
     return max(-(-num_slots // num_blocks), 1)

@@ -1,4 +1,4 @@
-"""The objective ``MaskWindows``, which trains the plans of ReFusion's decoder.
+"""The objective ``MaskWindows``: it trains the plans that ReFusion's decoder makes.
 
 The decoder plans by feeding masks after a prefix of the response. Training does the same after many prefixes at once.
 """
@@ -40,10 +40,10 @@ class MaskWindows(Objective):
 
     Attributes:
         window: Tokens per window, at least 1: the masks that a plan drafts at once.
-        num_tilings: How often the response is cut into windows, every time from a random offset, at least 1. The first
-            window is shorter.
-        decay: The mask at offset k of a window has weight decay^k, in (0, 1]: a draft counts only if all drafts before
-            it are accepted.
+        num_tilings: Number of times the response is cut into windows, always from a random offset, at least 1. The
+            first window is shorter.
+        decay: Base of the weights, in (0, 1]. The mask at offset k in a window has weight decay^k, because a draft
+            counts only if all earlier drafts are accepted.
         mdm_weight: Coefficient of the term ``mdm``, at least 0.
         ar_weight: Coefficient of the term ``ar``, at least 0.
     """

@@ -13,7 +13,7 @@ from refusion_lit.reports.rows import ReportRow
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Everything that a report shows.
+    """The contents of a report.
 
     Attributes:
         rows: All decoders.
@@ -42,8 +42,8 @@ def compare(rows: list[ReportRow], notes: list[str], baseline: str | None = None
         rows: The rows, which are completed.
         notes: Remarks for the reader.
         baseline: A row, a decoder (rows are then compared with that decoder in their own run), or an argument (rows
-            are then compared with the argument's decoder with the same name). By default the decoder that speeds were
-            compared with, or else the first row.
+            are then compared with the argument's decoder with the same name). By default the speeds' baseline, or else
+            the first row.
 
     Raises:
         ValueError: If no row, decoder or argument has the baseline's name.
@@ -78,8 +78,8 @@ def _name_rows(rows: Sequence[ReportRow]) -> None:
 def _varied_options(rows: Sequence[ReportRow]) -> list[str]:
     """Return the names of options that differ between a sweep's points.
 
-    If no two points share the name of a decoder, the names identify the points' decoders, and the option that defines
-    the decoders is left out.
+    If every point's decoder has a different name, the names suffice, and the option that defines the decoders is left
+    out.
     """
     rows = [row for row in rows if row.point]
     names = dict.fromkeys(name for row in rows for name in row.point)
@@ -118,7 +118,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def _default_baseline(rows: Sequence[ReportRow]) -> str:
-    """Return the decoder that speeds were compared with, if it is the same in all runs, or else the first row."""
+    """Return the speeds' baseline if all runs have the same, or else the first row."""
     compared = [row for row in rows if is_speed_baseline(row.latency)]
     if len(compared) == 1:
         return compared[0].label

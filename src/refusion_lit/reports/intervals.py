@@ -70,7 +70,7 @@ def ratio_difference(
 def score_interval(values: Sequence[float]) -> Interval:
     """Return the mean score in percent, with Wilson's interval if every score is 0 or 100, else the bootstrap's.
 
-    The bootstrap is too narrow where few prompts are right or wrong; Wilson's interval (1927) is not.
+    If few prompts are right, or few are wrong, the bootstrap is too narrow; Wilson's interval (1927) is not.
 
     Args:
         values: A score from 0 to 100 per prompt; not empty.

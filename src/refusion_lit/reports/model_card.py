@@ -39,18 +39,18 @@ def model_card(
 ) -> str:
     """Return a model card in Markdown, with the metadata that the Hugging Face hub reads.
 
-    The card shows the decoder that the model's config names. Otherwise it shows the decoder for the model's traits,
-    with the options that were tested.
+    The card shows the decoder in the model's config, or else the decoder for the model's traits, with the tested
+    options.
 
     Args:
         name: The model's directory or repository, for the loading example.
         backbone: The model. If it has low-rank adapters, the directory holds only the adapters.
-        prompt: What :func:`~refusion_lit.modeling.prompt_code.prompt_code` returns for the tokenizer.
+        prompt: The result of :func:`~refusion_lit.modeling.prompt_code.prompt_code` for the tokenizer.
         run: The training run; its ``config.yaml`` and ``environment.json`` are included if they exist.
             ``None`` if the run is unknown.
         results: Test runs with a ``results.json``.
         weights: The weights' digest; results for other weights are refused. ``None`` if unknown.
-        published: The published format that the directory has, if it is not transformers'.
+        published: The directory's published format; ``None`` for transformers' format.
 
     Raises:
         ValueError: If a file is damaged, or a test run has no results or used other weights.
@@ -113,7 +113,7 @@ def drafter_card(name: str, origin: DrafterOrigin, prompt: str) -> str:
     Args:
         name: The directory or repository.
         origin: The drafter's options and base.
-        prompt: What :func:`~refusion_lit.modeling.prompt_code.prompt_code` returns for the model's tokenizer.
+        prompt: The result of :func:`~refusion_lit.modeling.prompt_code.prompt_code` for the model's tokenizer.
     """
     base = origin.base or "MODEL"
     is_block = isinstance(origin.options, BlockDrafterOptions)
@@ -135,9 +135,9 @@ def _render(
         template: The template's file.
         name: The directory or repository.
         tags: Tags for the hub.
-        base_model: The base model, which the hub shows unless it is a local path, which means nothing elsewhere.
+        base_model: The base model. A local path is not shown on the hub, because it means nothing elsewhere.
         evaluated: Figures for the hub.
-        values: What the template shows.
+        values: The template's values.
     """
     data = ModelCardData(
         library_name="refusion-lit",
@@ -186,7 +186,7 @@ def _read_test(directory: Path, weights: str | None) -> dict[str, Any]:
 
 
 def _without_unset(value: Any) -> Any:  # noqa: ANN401 - YAML
-    """Return a config without the options that have no value."""
+    """Return a config without options whose value is missing."""
     if isinstance(value, Mapping):
         return {name: _without_unset(inner) for name, inner in value.items() if inner is not None}
     return [_without_unset(inner) for inner in value] if isinstance(value, list) else value

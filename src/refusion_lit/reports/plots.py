@@ -1,4 +1,4 @@
-"""Plots by matplotlib: SVG whose points have titles, shown under the mouse, and PDF or PNG for papers."""
+"""Plots with matplotlib: SVG with titles of points shown under the mouse, and PDF or PNG for papers."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def _save(figure: Figure, description: str, titles: Sequence[str], form: str = "
 
     Args:
         figure: The figure.
-        description: What the picture shows, for readers who do not see it.
+        description: Description of the picture for readers who cannot see it.
         titles: Titles of the artists ``point-0``, ``point-1`` and so on.
         form: ``svg``, ``pdf`` or ``png``.
     """

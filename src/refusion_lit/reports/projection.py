@@ -1,9 +1,9 @@
-"""Projects counted calls of the model onto other models and devices: a calculation, not a measurement.
+"""Projects counted model calls onto other models and devices: a calculation, not a measurement.
 
-A roofline: a product takes the longer of two times, reading its weights or doing its operations. (One thread of a CPU
-hardly overlaps the two: there it takes their sum.) Products of the body, attention and the LM head are separate, and
-every launch of an operation costs a fixed time. The projection assumes that
-the named model commits as many tokens per call as the model that was run.
+A roofline: a product takes the longer of two times, reading its weights or doing its operations. (On one CPU thread
+they hardly overlap: there, a product takes the sum.) Products of the body, attention and the LM head are separate, and
+every launch of an operation costs a fixed time. The projection assumes that the named model commits as many tokens per
+call as the model that was run.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ DEVICES: dict[str, Device] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """Predicted seconds of counted calls, by what takes them.
+    """Predicted seconds for counted calls, by cause.
 
     >>> shapes = CallShapes()
     >>> shapes.add(num_sequences=1, num_positions=1, num_logits=1, cache_length=100)
@@ -170,7 +170,7 @@ def project(shapes: CallShapes, model: ModelSize, device: Device) -> Projection:
 
     body = attention = head = launches = 0.0
     for (num_sequences, num_positions, num_logits), (num_calls, cache_length) in shapes.counts.items():
-        # Both times are proportional to the cache length, so the sum over the calls of an entry is exact.
+        # Both times are proportional to the cache length, so the sum over an entry's calls is exact.
         attention += seconds(
             num_sequences * cache_length * model.num_cache_values,
             num_positions * cache_length * model.num_attention_operations,

@@ -107,7 +107,7 @@ def read_latency(results: Mapping[str, Any]) -> dict[str, dict[str, dict[str, An
 
 
 def is_speed_baseline(latency: Mapping[str, Mapping[str, Any]] | None) -> bool:
-    """Return whether these are the speeds that the other decoders' speeds were divided by.
+    """Return whether these are the baseline's speeds, by which other speeds were divided.
 
     Args:
         latency: A decoder's entry of :func:`read_latency`, by batch size.
@@ -188,7 +188,7 @@ def environment(seed: object, command: list[str] | None = None) -> dict[str, Any
         "hardware": {
             "machine": platform.machine(),
             "processor": _processor(),
-            "instructions": torch.backends.cpu.get_cpu_capability(),  # one name covers processors of other speeds
+            "instructions": torch.backends.cpu.get_cpu_capability(),  # processors of one name differ in speed
             "system": platform.system(),
             "num_cpus": os.cpu_count(),
             "num_threads": torch.get_num_threads(),

@@ -56,10 +56,10 @@ class ReportRow:
             :func:`~refusion_lit.reports.comparison.compare`.
         name: The row's name without options.
         options: The options that differ between the sweep's points: texts by full name.
-        prompts: Number of prompts in words, with the largest number of any row if that is larger.
+        prompts: Number of prompts in words; if another row has more prompts, with the largest number.
         on_front: Whether the row is on the Pareto front.
         has_other_prompts: Whether the row's prompts differ from the front's prompts.
-        baseline: The row that this row is compared with; the row itself for a baseline.
+        baseline: The row with which this row is compared; a baseline is compared with itself.
     """
 
     decoder: str
@@ -123,7 +123,7 @@ class ReportRow:
 
     @property
     def num_only_row(self) -> int:
-        """Number of prompts that the baseline does not have."""
+        """Number of prompts that the baseline lacks."""
         return len(self.predictions.keys() - self.baseline.predictions.keys())
 
     @property
@@ -243,7 +243,7 @@ def _read_point(directory: Path) -> dict[str, Any]:
 
 
 def read_test(path: Path, notes: list[str], source: str = "", argument: Path | None = None) -> list[ReportRow]:
-    """Read the rows of a test; the scores in its results are computed again where no prediction is missing.
+    """Read a test's rows. If no prediction is missing, scores are computed again from the predictions.
 
     Args:
         path: The test's ``results.json``.

@@ -1,4 +1,4 @@
-"""Tables in the terminal, as Markdown, LaTeX and CSV: columns of cells, which every format only writes."""
+"""Tables for the terminal, Markdown, LaTeX and CSV. All formats write the same columns of cells."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def figure_columns(
 
 
 def name_columns(comparison: Comparison, escape: Callable[[str], str] = str) -> list[Column]:
-    """Return columns of escaped names: decoders, marked if the model was not trained for them, and their options."""
+    """Return columns of escaped names: decoders, marked if they do not fit the model, and their options."""
     rows = comparison.rows
     columns = [("decoder", [(escape(row.title) + " *" * bool(row.mismatches),) for row in rows])]
     for name, title in comparison.option_names.items():

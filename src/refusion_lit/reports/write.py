@@ -36,7 +36,7 @@ _PLOT = "tradeoff.svg"  # every report has this file
 _NUM_EXAMPLES = 4
 _MAX_EXAMPLE_ROWS = 8
 _NOT_IN_TABLE = ("score", "tokens_per_forward", "num_forwards", "num_calls", "tokens_per_call")
-"""Figures without a plain column on the page: two have intervals, and three follow from other columns."""
+"""Figures without a plain column on the page: two are shown with intervals, three follow from other columns."""
 
 
 def write_report(
@@ -53,8 +53,7 @@ def write_report(
         paths: Run or sweep directories, or ``results.json`` files.
         output: Directory to write to. By default ``report`` inside a single path's directory, and ``report`` in the
             working directory for several paths.
-        baseline: Row or decoder that the others are compared with; by default the decoder that speeds were compared
-            with, or else the first row.
+        baseline: Row or decoder with which others are compared; by default the speeds' baseline, or else the first row.
         formats: Names in :data:`FORMATS`: ``html`` is the page, ``markdown``, ``latex`` (``booktabs``) and ``csv`` are
             tables, ``pdf`` and ``png`` are plots.
         title: Title of a table that is printed, too; ``None``: print none.
@@ -144,7 +143,7 @@ def html_report(comparison: Comparison, tradeoff: bytes | None = None) -> str:
 
 
 def _facts(test: ReportRow) -> dict[str, str]:
-    """Return by name how a test was made; facts that were not recorded are left out."""
+    """Return the facts about a test by name: options, versions, hardware. Unrecorded facts are left out."""
     environment = test.results["environment"]
     command = environment.get("command")
     facts = {

@@ -317,7 +317,7 @@ class ChatRequest(BaseRequest):
 
     @property
     def functions(self) -> dict[str, Function]:
-        """The functions that the response may call, by name.
+        """Functions that the response may call, by name.
 
         Raises:
             ValueError: If two functions have the same name, the choice of a tool names no function, or the response

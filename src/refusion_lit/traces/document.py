@@ -1,4 +1,4 @@
-"""Traces of decodes, their JSON files, and the text in which viewers show tokens and phases.
+"""Traces of decodes, their JSON files, and texts of tokens and phases for viewers.
 
 A decoder names the phase of every forward; ``a+b`` is a forward with two phases.
 """
@@ -85,7 +85,7 @@ class Trace:
 
     @property
     def canvas_length(self) -> int:
-        """How many positions after the prompt were drafted, accepted or returned."""
+        """Number of positions after the prompt that were drafted, accepted or returned."""
         touched = (p + 1 for r in self.rounds for p in (*r.positions, *r.accepted))
         return max(self.prompt_length + len(self.token_ids), *touched, self.prompt_length) - self.prompt_length
 
@@ -113,7 +113,7 @@ def record_trace(
         query: The text, before any template.
         decoder: The decoder.
         sampling: Length limit, sampling options and stop strings.
-        token_ids: The query's prompt tokens; ``None``: what the model's ``encode`` returns.
+        token_ids: The query's prompt tokens; ``None``: the model's ``encode`` makes them.
         prompt_id: Key for sampling noise.
         options: Other options for the model's ``decode``.
 

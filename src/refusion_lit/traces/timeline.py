@@ -108,7 +108,7 @@ def timeline(trace: Trace) -> Timeline:
 
 
 def _judging_forwards(rounds: Sequence[TraceRound]) -> list[int]:
-    """Return, for every forward, the first forward from it on that judges drafts; ``len(rounds)`` if none does.
+    """For every forward, return the first forward, itself included, that judges drafts; ``len(rounds)`` if none does.
 
     A forward judges drafts if it accepted tokens or computed scores.
     """
@@ -130,9 +130,9 @@ def _make_acceptance(trace: Trace, index: int, drafts: Sequence[Change]) -> Chan
 def trace_statistics(trace: Trace) -> dict[str, str]:
     """Return a trace's figures by name, formatted for display.
 
-    Means are over forwards that accepted a token. A slot (for decoders without slots, a token) is out of order if the
-    forward that accepted its last token left an earlier position open; left-to-right decoding has no such slots.
-    Repeated drafts of a position all count.
+    Means are over forwards that accepted a token. A slot (for decoders without slots, a token) is out of order if an
+    earlier position was still open after the forward that accepted its last token. Left-to-right decoding has no slots
+    out of order. Repeated drafts of a position all count.
     """
     history = timeline(trace)
     length = len(trace.token_ids)  # what lies after an EOS token does not count
