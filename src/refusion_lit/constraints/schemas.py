@@ -2,8 +2,8 @@
 
 A decoder that samples from left to right follows a grammar, which llguidance compiles from the schema. Every sampled
 token leaves a completion within the length limit; a token that does not is replaced. A decoder that samples in any
-order fills in a template instead (:mod:`~refusion_lit.constraints.schema_templates`), because the tokens allowed
-at a place cannot depend on text to its left that is not known yet.
+order fills in a template instead (:mod:`~refusion_lit.constraints.schema_templates`): the text on the left may be
+unknown, so the allowed tokens cannot depend on it.
 """
 
 from __future__ import annotations

@@ -190,9 +190,8 @@ def choose_lengths(
 def make_probe(prompt: Prompt, row: Generation, eos_token_ids: Sequence[int]) -> Prompt:
     """Return a prompt that scores a generation: spans are filled, and the given tokens right of spans are masked.
 
-    If a span has the right length, the model predicts the given token after it. The tokens that fill the spans count
-    towards ``max_new_tokens``, so that the probe's response is no longer than the prompt's and fits into the context
-    and the cache.
+    If a span has the right length, the model predicts the given token after it. Tokens in filled spans count towards
+    ``max_new_tokens``. The probe's response is therefore no longer than the prompt's, and fits into context and cache.
 
     Args:
         prompt: The prompt.

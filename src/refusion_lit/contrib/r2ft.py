@@ -28,8 +28,8 @@ from refusion_lit.utils.require import require, require_at_least
 class Convolutional(LLaDA):
     """Decodes like :class:`~refusion_lit.decoding.LLaDA`, but prefers masks near known text.
 
-    The confidence of a mask is multiplied by tanh(n), where n is the number of unmasked positions, prompt included, in
-    a window of ``kernel_size`` positions centred at the mask (one more position if ``kernel_size`` is even).
+    A mask's confidence is multiplied by tanh(n). n counts the unmasked positions, prompt included, in a window around
+    the mask. The window has ``kernel_size`` positions, or one more if ``kernel_size`` is even.
 
     Source: convolutional decoding (arXiv 2509.15188).
 

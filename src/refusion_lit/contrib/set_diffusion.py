@@ -29,7 +29,7 @@ from refusion_lit.utils.require import require_at_least
 class SetDiffusion(Decoder):
     """Decodes a set of tokens per forward, chosen by confidence among the first masks in the text.
 
-    A forward feeds the tokens that the last forward decoded, causally after the cache and in text order, and the masks
+    A forward feeds the last forward's new tokens, causally and in text order after the cache. It also feeds the masks
     within ``window_size`` positions from the first mask. A mask sees the cache, the new tokens and itself, but no other
     mask. The cache entries of the new tokens are exact and final, because they do not depend on tokens decoded later. A
     forward commits every mask that is at least as probable as ``threshold``, and always the ``quota`` most probable

@@ -105,8 +105,8 @@ def default_decoder(traits: ModelTraits, named: Mapping[str, Any] | None = None,
     decide:
 
     - causal: :class:`ReFusion`; :class:`Autoregressive` if masks predict nothing; :class:`WeDLM` if masks predict
-      themselves and clean tokens predict the next token everywhere; :class:`UniformDiffusion` if the tokens of a canvas
-      predict themselves; :class:`CausalBlockDiffusion` if masks predict themselves in a block that sees all of itself;
+      themselves and clean tokens the next token everywhere; :class:`UniformDiffusion` if canvas tokens predict
+      themselves; :class:`CausalBlockDiffusion` if masks predict themselves in a block that sees all of itself;
     - bidirectional: :class:`LLaDA`;
     - block-causal: :class:`BlockDiffusion`; :class:`TokenEditing` if visible tokens predict themselves.
 

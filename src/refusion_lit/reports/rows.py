@@ -33,7 +33,7 @@ class ScoredPrediction:
 
     @property
     def example(self) -> tuple[str, str, str | None]:
-        """Id, prompt and reference, which identify an example. Ids do not: every data seed has the same ids."""
+        """Id, prompt and reference. The id alone does not identify an example: every data seed has the same ids."""
         return self.id, self.prompt, self.reference
 
 

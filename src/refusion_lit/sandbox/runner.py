@@ -1,8 +1,8 @@
 """Runs every untrusted program in a fresh sandboxed process.
 
 ``docs/benchmarks.md`` lists what the levels of isolation prevent; ``full`` also protects owners, modes and times of
-files. A run passes only if the process returns a nonce that is drawn after the tests have finished, so nothing that the
-program reads, prints or returns earlier can help.
+files. A run passes only if the process returns a nonce drawn after the tests have finished. Nothing that the program
+reads, prints or returns earlier can help.
 
 The sandbox does not prevent:
 

@@ -19,10 +19,10 @@ class Limits:
         max_prompt_tokens: Maximum number of tokens in a prompt, including tokens given by a schema.
         max_answer_tokens: Maximum number of tokens in an answer. Requests without ``max_tokens`` use
             ``max_new_tokens``.
-        max_seconds: Maximum time of a request, from the arrival of its head. The whole request must arrive within this
+        max_seconds: Maximum time per request, from the arrival of its head. The whole request must arrive within this
             time or 30 seconds, and the client must read an answer without longer pauses.
         max_waiting: Maximum number of answers that wait for a row; further requests get status 429.
-        max_body_bytes: Maximum size of a request.
+        max_body_bytes: Maximum request size.
         drain_seconds: Time for answers in flight after SIGTERM or Ctrl-C; unfinished answers then get status 503, and
             the exit status is 3. A second signal ends this time.
     """

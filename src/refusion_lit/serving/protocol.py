@@ -41,7 +41,7 @@ _TopK = Annotated[
     Field(ge=1),
     BeforeValidator(lambda value: _ALL_TOKENS if type(value) is int and value in (0, -1) else value),
 ]
-"""A number of most probable tokens; 0 and -1 keep all tokens, as in vLLM and SGLang."""
+"""Number of most probable tokens to keep; 0 and -1 keep all tokens, as in vLLM and SGLang."""
 _Texts = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 """A list of texts, or a text."""
 
@@ -52,7 +52,7 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def drop_fields_without_effect(cls, values: Any) -> Any:  # noqa: ANN401 - any JSON
-        """Drop fields that are ``None``, neutral values of fields that are not supported, and a limit given twice."""
+        """Drop ``None``, unsupported fields with neutral values, and a limit given twice."""
         if not isinstance(values, dict):
             return values
         return {
@@ -66,7 +66,7 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """Contents of a stream besides text.
+    """Contents of a stream in addition to text.
 
     Attributes:
         include_usage: A last chunk has the token counts.
@@ -126,7 +126,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class _AnyRequest(_Labels):
-    """Fields of all endpoints; for ``None``, the server's options apply."""
+    """Fields that all endpoints share; for ``None``, the server's options apply."""
 
     model: str
     temperature: float | None = Field(default=None, ge=0, le=100)
@@ -137,7 +137,7 @@ class _AnyRequest(_Labels):
 
 
 class BaseRequest(_AnyRequest):
-    """Fields of chats and completions."""
+    """Fields that chats and completions share."""
 
     max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
     stop: _Texts | None = Field(None, max_length=16)
@@ -320,8 +320,8 @@ class ChatRequest(BaseRequest):
         """Functions that the response may call, by name.
 
         Raises:
-            ValueError: If two functions have the same name, the choice of a tool names no function, or the response
-                must be JSON, too.
+            ValueError: If two functions have the same name, the tool choice names no function, or the response must be
+                JSON, too.
         """
         functions = {tool.function.name: tool.function for tool in self.tools}
         names = [tool.function.name for tool in self.tools]
@@ -440,13 +440,13 @@ class TextFormat(JsonSchema):
 
 
 class TextOptions(_Strict):
-    """Options of the text in ``/v1/responses``."""
+    """Text options in ``/v1/responses``."""
 
     format: TextFormat = TextFormat()
 
 
 class Reasoning(_Strict):
-    """Options of thinking in ``/v1/responses``. Thoughts are not summarized; they are in the text."""
+    """Thinking options in ``/v1/responses``. Thoughts are not summarized; they are in the text."""
 
     effort: Effort | None = None
     mode: Literal["standard"] | None = None
@@ -456,7 +456,7 @@ class Reasoning(_Strict):
 
 
 class ResponseStreamOptions(_Strict):
-    """Options of a stream in ``/v1/responses``, without effect."""
+    """Stream options in ``/v1/responses``, without effect."""
 
     include_obfuscation: bool | None = None
 
@@ -559,7 +559,7 @@ _Body = TypeVar("_Body", bound=BaseModel)
 
 
 def read_body(kind: type[_Body], content: bytes, content_type: str) -> _Body:
-    """Return the body of a request.
+    """Read a request's body.
 
     Args:
         kind: The body's class.

@@ -17,7 +17,7 @@ from refusion_lit.text_model import TextModel
 from refusion_lit.types import SamplingParams
 
 _KINDS: dict[type, str] = {str: "message", ThoughtPiece: "reasoning", CallPiece: "function_call"}
-"""Types of a response's items, by the class of their pieces."""
+"""Item types in a response, by the class of their pieces."""
 
 
 class ResponseBuilder:
@@ -74,7 +74,7 @@ class ResponseBuilder:
         return taken
 
     def add(self, piece: Piece) -> list[dict[str, Any]]:
-        """Add a piece of text, of thoughts or of a call; return the events."""
+        """Add a piece (text, thoughts or a call); return the events."""
         logprobs: list[dict[str, Any]] = []
         if not isinstance(piece, CallPiece):
             self._num_bytes += len((piece if isinstance(piece, str) else piece.source).encode())

@@ -53,7 +53,7 @@ from refusion_lit.types import Prompt, SamplingParams
 from refusion_lit.utils.require import OptionError, require
 
 _API_NAMES = {"max_new_tokens": "max_tokens", "json_schema": "response_format"}
-"""Names of options in the API, by their names in the engine."""
+"""The API's option names, by the engine's names."""
 _Result = TypeVar("_Result")
 _Body = TypeVar("_Body", bound=ChatRequest | CompletionRequest | ResponsesRequest)
 _RESPONSES_NAMES = {
@@ -66,7 +66,7 @@ _RESPONSES_NAMES = {
     "prompt": "input",
     "tool_choice.function.name": "tool_choice.name",
 }
-"""Names of options in ``/v1/responses``, by their names in chats and in the engine."""
+"""Option names in ``/v1/responses``, by their names in chats and in the engine."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class ServedRequest:
         id: The request's id in the answer and in the log.
         started: Arrival time (:func:`time.monotonic`).
         jobs: A job per choice.
-        events: The worker's updates of the jobs.
+        events: Updates to the jobs, from the worker.
     """
 
     body: ChatRequest | CompletionRequest
@@ -138,12 +138,12 @@ class ServedRequest:
 
     @property
     def answer_usage(self) -> dict[str, Any]:
-        """The usage, with the number of tokens of thoughts that are returned beside the text."""
+        """The usage, including the number of tokens in thoughts that are returned beside the text."""
         num_tokens = sum(map(_count_thought_tokens, self.jobs))
         return self.usage | ({"completion_tokens_details": {"reasoning_tokens": num_tokens}} if num_tokens else {})
 
     def make_answer(self, *choices: dict[str, Any], **more: object) -> dict[str, Any]:
-        """Return the body of an answer, or of a chunk of a stream."""
+        """Return the body for an answer, or for a chunk in a stream."""
         kind = f"chat.completion{'.chunk' * self.body.stream}" if self.body.is_chat else "text_completion"
         head = {"id": self.id, "object": kind, "created": int(time.time()), "model": self.body.model}
         return head | {"seed": self.jobs[0].sampling.seed, "choices": choices, **more}
@@ -418,7 +418,7 @@ class Service:
         return served
 
     def _make_reader(self, prompt: Prompt, calls: ToolCalls | None) -> CallReader:
-        """Return a reader of a response that may have thoughts and calls."""
+        """Return a reader for a response that may have thoughts and calls."""
         opened = str(self.model.tokenizer.decode([*prompt.token_ids[-32:]], skip_special_tokens=False))
         return CallReader(
             calls and calls.tool_format,
@@ -605,7 +605,7 @@ class Service:
 
 
 def _read_update(job: Job, update: Update) -> list[Piece]:
-    """Return the text, the thoughts and the pieces of calls in an update."""
+    """Return the text, thoughts and calls in an update."""
     if job.reader is None:
         return [update.text]
     return job.reader.read(update.text, is_last=update.generation is not None)

@@ -37,11 +37,11 @@ log = logging.getLogger("refusion_lit.serving")  # users' texts are logged at le
 
 @dataclass(frozen=True)
 class Update:
-    """A change of a response.
+    """An update to a response.
 
     Attributes:
         text: New text.
-        rounds: Drafted, verified and committed tokens of new forward passes, if the job wants them.
+        rounds: Tokens that new forward passes drafted, verified and committed, if the job wants them.
         logprobs: The tokens whose text is sent with this update, with their log-probabilities (``None`` for tokens that
             a schema gives), if the job wants them.
         generation: The whole response, once it has ended.
@@ -69,7 +69,7 @@ class Job:
         num_rounds: Number of forward passes that updates have described.
         num_sent: Number of tokens whose log-probabilities were sent.
         num_characters: Number of characters of the tokens whose log-probabilities were sent. Set by the service.
-        reader: Splits the text into text and calls of tools, if the response may call tools. Used by the service.
+        reader: Separates tool calls from text, if the response may call tools. Used by the service.
         has_begun: Whether the client has received a part of the response. Set by the service.
         result: The response, once the service has received it.
     """

@@ -1,4 +1,4 @@
-"""Tasks: the examples to train and test on, and the scoring of responses.
+"""Tasks: examples to train and test on, and scores for responses.
 
 Importing this package imports every task class, so that configs can refer to them by class name.
 """

@@ -1,4 +1,4 @@
-"""The interface of tasks and examples."""
+"""The interface for tasks and examples."""
 
 from __future__ import annotations
 

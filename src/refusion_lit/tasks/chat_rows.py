@@ -119,7 +119,7 @@ def has_parts(turn: Mapping[str, Any]) -> bool:
 
 
 def _read_system(row: DataRow) -> str:
-    """Return the text of a row's system turn; empty if the row has none."""
+    """Return a row's system text; empty without a system text."""
     return next((row.text(name) for name in _SYSTEM if row.require_values().get(name)), "")
 
 
@@ -146,7 +146,7 @@ def _rename(turn: object, where: str) -> Any:  # noqa: ANN401 - any JSON value
 
 
 def _read_calls(text: object, where: str) -> list[dict[str, Any]]:
-    """Parse the text of a ShareGPT turn ``function_call``: JSON of a call or a list of calls."""
+    """Parse the text of a ShareGPT turn ``function_call``, which is JSON for a call or a list of calls."""
     try:
         calls: Any = json.loads(text) if isinstance(text, str) else text
     except ValueError:

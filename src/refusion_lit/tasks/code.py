@@ -31,7 +31,7 @@ class CodeTask(FileTask):
     Attributes:
         files: The benchmark's file or files (JSON or JSONL, also ``.gz``).
         allow_code_execution: Whether generated code may run on this machine.
-        minimum_isolation: Minimum isolation of generated code: resource ``limits`` only, or ``full`` (no access to
+        minimum_isolation: Minimum isolation for generated code: resource ``limits`` only, or ``full`` (no access to
             outside files, no network, no processes).
         limits: Resource limits per program.
     """

@@ -1,4 +1,4 @@
-"""Tasks whose examples are rows of files or of a data set on the Hugging Face hub."""
+"""Tasks whose examples are rows in files or in a data set on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FIX_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class FileTask(Task):
-    """A task whose examples are rows of files or of a data set on the Hugging Face hub.
+    """A task whose examples are rows in files or in a data set on the Hugging Face hub.
 
     Attributes:
         dataset: Id of a hub data set to use instead of files (``pip install datasets``).
@@ -59,7 +59,7 @@ class FileTask(Task):
         return [] if self.dataset is None else self._call_hub("get_dataset_split_names")
 
     def read_source(self, source: str) -> Iterator[DataRow]:
-        """Return the rows of a file or, with ``dataset``, of a split of the data set.
+        """Return the rows in a file or, with ``dataset``, in a split of the data set.
 
         Raises:
             ValueError: If the source cannot be read; the message names it.
@@ -184,7 +184,7 @@ class InstructionFiles(FileTask):
         return cls(**given)
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the examples of a split; each file is read once."""
+        """Return a split's examples. Files are read once."""
         is_test = split == "test"
         if is_test and self._sources("test") is None:
             split = "validation"
@@ -229,7 +229,7 @@ class InstructionFiles(FileTask):
         return files if are_files and files else [files]
 
     def read_source(self, source: Any) -> Iterator[DataRow]:  # noqa: ANN401 - a name, or any data set
-        """Return the rows of a file, of a split of a hub data set, or of a data set in memory.
+        """Return the rows in a file, in a hub data set's split, or in a data set in memory.
 
         Raises:
             ValueError: If the source cannot be read; the message names it.
@@ -251,7 +251,7 @@ class InstructionFiles(FileTask):
         return [key <= limit for key in keys]
 
     def _read_split(self, split: Split) -> list[list[Example]]:
-        """Return the examples of every row of a split."""
+        """Return every row's examples in a split."""
         if split not in self._samples:
             sources = self._sources(split)
             if sources is None:
@@ -322,7 +322,7 @@ class InstructionFiles(FileTask):
         """Return the preset whose fields a row has; ``query_response`` if there is none.
 
         Raises:
-            ValueError: If a row has the fields of several presets.
+            ValueError: If a row has several presets' fields.
         """
         values = row.require_values()
         if self.query_field is not None or self.response_field is not None:
@@ -343,7 +343,7 @@ class InstructionFiles(FileTask):
         Args:
             row: The row.
             identity: The row's id. The last example gets it.
-            name: The field of the turns.
+            name: The field with the turns.
             turns: The turns.
             split: The split.
             start: The first turn that may be trained.

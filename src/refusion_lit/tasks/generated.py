@@ -41,13 +41,13 @@ _CITIES = "accra bern cairo delhi kyiv lima lyon milan oslo paris quito riga rom
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedTask(Task):
-    """A task whose examples are functions of seed, split and index only.
+    """A task whose examples depend on seed, split and index only.
 
     A subclass defines the number of keys (``num_keys``) and generates a key's example (``draw``). It checks its options
     before it calls this class's ``__post_init__``.
 
     Attributes:
-        num_train: Number of training examples. All examples of all splits are distinct.
+        num_train: Number of training examples. All examples in all splits are distinct.
         num_validation: Number of validation examples.
         num_test: Number of test examples.
         seed: Random seed.

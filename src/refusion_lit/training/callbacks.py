@@ -164,9 +164,9 @@ class SaveLastStep(_AfterSteps):
     """Saves checkpoints of whole steps, and ``last.ckpt`` after the final step, so that a longer run can resume.
 
     With ``every_n_train_steps: 1000`` and ``max_steps: 1700``, Lightning would leave step 1000 in ``last.ckpt``, and
-    tests would load old weights. If ``max_steps`` ends inside an epoch, Lightning would save after the step, when the
-    epoch counts as done, and a resumed run would skip the rest of the epoch. A run that a callback or a time limit ends
-    early keeps its earlier checkpoint.
+    tests would load old weights. If ``max_steps`` ends inside an epoch, Lightning would save when the epoch already
+    counts as done: a resumed run would skip the rest of the epoch. A run that a callback or a time limit ends early
+    keeps its earlier checkpoint.
     """
 
     def __init__(self) -> None:
