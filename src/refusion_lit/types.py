@@ -217,13 +217,13 @@ class DecodingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyOptions:
-    """What is decoded to measure speeds after a test or a sweep.
+    """Options for measuring speeds after a test or a sweep.
 
     Attributes:
         num_prompts: Number of prompts that every decoder decodes at every batch size; at least 1.
         batch_sizes: Numbers of prompts that are decoded together; 1 decodes one prompt at a time.
-        min_batches: Least number of batches at every batch size, at least 2; more prompts are decoded where
-            ``num_prompts`` fill fewer batches, because the interval is over batches.
+        min_batches: Minimum number of batches at every batch size, at least 2. If ``num_prompts`` fill fewer batches,
+            more prompts are decoded, because the interval is over batches.
     """
 
     ranges = {"num_prompts": 1, "min_batches": 2}
