@@ -133,6 +133,7 @@ def bench(session: nox.Session) -> None:
         "long_prompts",
         "shared_prefixes",
         "many_prompts",
+        "encoding",
         "kernels",
         "fast_paths",
         "training",

@@ -271,6 +271,12 @@ def load_memory(result: Result) -> str:
     return table(["checkpoint format", *(f"{size}: {name}" for size in sizes for name in names.values())], rows)
 
 
+def encoding(result: Result) -> str:
+    cases = result["milliseconds_per_sample"]
+    rows = [[number, *case.values()] for number, case in cases.items()]
+    return table(["added tokens", *(f"{way} (ms per sample)" for way in cases["0"])], rows)
+
+
 def serve(result: Result) -> str:
     config = result["config"]
     rows = []
@@ -350,7 +356,7 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "fast_paths": fast_paths, "head_candidates": head_candidates,
     "training": training, "gpu_training": gpu_training, "precision": precision,
     "training_memory": training_memory,
-    "policy_memory": policy_memory, "loss_memory": loss_memory, "load_memory": load_memory,
+    "policy_memory": policy_memory, "loss_memory": loss_memory, "load_memory": load_memory, "encoding": encoding,
     "many_prompts": many_prompts, "startup": startup, "soak": soak, "serve": serve, "serve_soak": serve_soak,
     "projection": projection, "llama_cpp": llama_cpp, "weight_only": weight_only,
 }  # fmt: skip
@@ -401,6 +407,7 @@ COMPARED = {
     ),
     "weight_only": "Equal: shapes of the matrices, thread. Not equal: the type of the weights, and so the products.",
     "policy_memory": "Equal in a row: model, answers. Not equal: memory measured, and memory planned from the lengths.",
+    "encoding": "Equal in a row: tokenizer, samples, tokens, thread. Not equal: how often the added tokens are read.",
     "load_memory": "Equal: size of the weights, shards, type. Not equal: the format.",
     "training_memory": (
         "Equal: model, tokens of a row, which block doubles. Not equal: objective, and the form of the mask."

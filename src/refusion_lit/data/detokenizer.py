@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from refusion_lit.data.added_tokens import read_added_tokens
 from refusion_lit.data.encoding import encode_text
 from refusion_lit.modeling.vocabulary import read_special_tokens
 
@@ -42,7 +43,7 @@ class Detokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined] - all our tokenizers are fast tokenizers
-        added = tokenizer.added_tokens_decoder
+        added = read_added_tokens(tokenizer).by_id
         self._ends = {*read_special_tokens(tokenizer).eos_token_ids}
         self._special = {token: value.content for token, value in added.items() if value.special}
         self._special |= {token: str(tokenizer.convert_ids_to_tokens(token)) for token in self._ends}
@@ -74,7 +75,7 @@ class Detokenizer:
         plain = (token for token in reversed(after) if token not in self._special)
         context = [*islice(plain, _NUM_CONTEXT)][::-1]
         tokens = [*context, *token_ids]
-        kept = {token for token, name in self._special.items() if any(name in text for text in keep)}
+        kept = {token for token, name in self._special.items() if any(name in text for text in keep)} if keep else set()
         before, text = (_join(self._decode(part, kept)) for part in (context, tokens))
         start = len(commonprefix([before, text]))  # noqa: RUF071 - no paths
         names = {token: self._special[token] for token in self._special.keys() & {*token_ids} - kept} if stop else {}

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from refusion_lit.data.added_tokens import read_added_tokens
 from refusion_lit.data.tokenizers import unknown_text
 from refusion_lit.modeling.vocabulary import EOS_IDS, prompt_prefix
 
@@ -66,10 +67,10 @@ def _spell_names(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int
     if type(backend.model).__name__ == "BPE":
         return ids
     fillers = (tokenizer.unk_token_id, tokenizer.pad_token_id)
-    names = {token: added.content for token, added in backend.get_added_tokens_decoder().items() if added.special}
+    added = read_added_tokens(tokenizer).by_id
     spelled: list[int] = []
     for token in ids:
-        name = names.get(token, "") if token not in fillers else ""
+        name = added[token].content if token in added and added[token].special and token not in fillers else ""
         parts = (name[:1], name[1:]) if len(name) > 1 else ()
         spelled += [part for text in parts for part in encode_within(tokenizer, text)] or [token]
     return spelled
@@ -123,7 +124,7 @@ def encode_parts(
     Raises:
         ValueError: If a character is unknown; see :func:`encode_text`.
     """
-    pattern = _added_names(tokenizer)
+    pattern = read_added_tokens(tokenizer).names
     if not within and not any(pattern.search(text) for text, is_template in parts if not is_template):
         text = "".join(text for text, _ in parts)
         return encode_text(tokenizer, text, special=True, allow_unknown=allow_unknown)
@@ -152,7 +153,7 @@ def _strip_beside_names(
     tokenizer: PreTrainedTokenizerBase, pieces: Sequence[tuple[str, bool]]
 ) -> Iterator[tuple[str, bool]]:
     """Yield texts and added tokens' names, without white space that the tokens include, as Phi-3's tokens do."""
-    added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
+    added = read_added_tokens(tokenizer).by_name
     for index, (piece, is_name) in enumerate(pieces):
         before, after = pieces[max(index - 1, 0) : index], pieces[index + 1 : index + 2]
         if not is_name and before and added[before[0][0]].rstrip:
@@ -175,10 +176,4 @@ def _begins_after(tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
 
 def split_added_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[str, bool]]:
     """Split a text at added tokens' names; return the parts, and whether a part is such a name, special or not."""
-    return [(part, index % 2 == 1) for index, part in enumerate(_added_names(tokenizer).split(text)) if part]
-
-
-def _added_names(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return a pattern with a group for added tokens' names, special or not; long names first."""
-    names = sorted((str(name) for name in tokenizer.added_tokens_encoder), key=len, reverse=True)  # type: ignore[attr-defined]
-    return re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)")
+    return [(part, index % 2 == 1) for index, part in enumerate(read_added_tokens(tokenizer).names.split(text)) if part]

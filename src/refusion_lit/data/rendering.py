@@ -17,6 +17,7 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
+from refusion_lit.data.added_tokens import read_added_tokens
 from refusion_lit.modeling.chat_template import find_thought_tags, get_chat_options, join_templates
 from refusion_lit.tasks.base import MORE_THAN_TEXT
 from refusion_lit.utils.require import require
@@ -303,11 +304,6 @@ def _map_texts(function: Callable[[str], str], value: Any) -> Any:  # noqa: ANN4
     return [_map_texts(function, item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _match_any(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern for any of the names; long names first."""
-    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
-
-
 class NameGuard:
     """Marks special tokens' names in users' text, so that they differ from a template's names after rendering.
 
@@ -319,9 +315,8 @@ class NameGuard:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
-        added = tokenizer.added_tokens_decoder.values()
-        self._names = _match_any(token.content for token in added if token.special)
-        self._other_names = _match_any(token.content for token in added if not token.special and token.content.strip())
+        added = read_added_tokens(tokenizer)
+        self._names, self._other_names = added.special_names, added.other_names
         tags = find_thought_tags(tokenizer.chat_template)
         self._tags = {*tags} if tags[1] in join_templates(tokenizer.chat_template) else set()
         used = set().union(*texts)
