@@ -179,7 +179,7 @@ def test_a_step_that_yields_nothing_is_named() -> None:
 class YieldsOther(NoYield):
     """Yields a text in place of a request, or a forward pass of given branches."""
 
-    branches: tuple[Branch, ...] | None = None
+    branches: Any = None
 
     def step(self, state: RowState) -> Any:
         yield "tokens" if self.branches is None else Forward(phase="x", branches=self.branches, draw=make_draw(state))
@@ -195,10 +195,14 @@ def make_draw(state: RowState) -> Draw:
     [
         (None, "for each branch of the last Forward, got 'tokens'; see docs/extending.md."),
         ((), "decoder: expected steps that yield a Forward with branches, or MoreDrafts for"),
+        (
+            Branch(tokens=[1], positions=[0]),
+            "decoder: expected steps that yield a Forward with branches, or MoreDrafts",
+        ),
         ((Branch(tokens=[], positions=[]),), "decoder: expected branches with tokens, a position from 0 for each, and"),
     ],
 )
-def test_a_step_that_yields_no_request_is_named(branches: tuple[Branch, ...] | None, message: str) -> None:
+def test_a_step_that_yields_no_request_is_named(branches: Any, message: str) -> None:
     model = refusion_lit.load(MODEL)
     with pytest.raises(ValueError, match=re.escape(message)):
         model.generate(["1+2>"], decoder=YieldsOther(branches=branches), max_new_tokens=4)

@@ -11,10 +11,18 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import refusion_lit
-from refusion_lit import InstructionDataModule, InstructionFiles, PretrainedTokenizer, SlotDiffusionModule
+from refusion_lit import (
+    BackboneConfig,
+    CharacterTokenizer,
+    InstructionDataModule,
+    InstructionFiles,
+    PretrainedTokenizer,
+    SlotDiffusionModule,
+)
 from refusion_lit.decoding import ReFusion
-from refusion_lit.objectives import Hybrid
+from refusion_lit.objectives import Autoregressive, Hybrid, Objective
 from refusion_lit.tasks import Additions
+from support.tiny import TINY_QWEN
 from support.tokenizer_zoo import make_model
 
 ROWS = [{"prompt": f"Where is {name}?", "completion": "France"} for name in ("Paris", "Lyon", "Nice", "Lille")]
@@ -116,3 +124,34 @@ def test_a_module_without_a_tokenizer_names_the_data_module(tmp_path: Path) -> N
     trainer = L.Trainer(max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(ValueError, match=r"tokenizer: .*InstructionDataModule"):
         trainer.fit(module, DataLoader(Rows(), batch_size=2), DataLoader(Rows()))
+
+
+class Unnamed(Autoregressive):
+    """An objective that names none of its loss terms."""
+
+    term = Objective.term
+
+
+class TermAndLoss(Hybrid):
+    """An objective of two terms, the first of which has the name of the whole loss."""
+
+    @property
+    def terms(self) -> dict[str, float]:
+        return {"loss": 1.0, "other": 0.5}
+
+
+@pytest.mark.parametrize("objective", [Unnamed(), TermAndLoss(slot_sizes=(4,))], ids=["unnamed", "loss"])
+def test_the_loss_is_logged_as_loss_whatever_its_terms_are_named(objective: Objective) -> None:
+    task = Additions(num_train=8, num_validation=4, num_test=1)
+    data = InstructionDataModule(task, CharacterTokenizer(), batch_size=4)
+    module = SlotDiffusionModule(BackboneConfig(config=TINY_QWEN), objective=objective)
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        log_every_n_steps=1,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    losses = module.validation.means.compute()
+    assert trainer.callback_metrics["val/loss"] == pytest.approx(losses["total"].item())
+    assert losses["total"].item() == pytest.approx(
+        sum(coefficient * losses[name].item() for name, coefficient in objective.terms.items())
+    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
+import torch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +26,16 @@ def test_the_error_names_option_expectation_value_and_fix() -> None:
     require(True, "size", "an even number", 4, "add one")
     with pytest.raises(ValueError, match=r"^size: expected an even number, got '3'; add one\.$"):
         require(False, "size", "an even number", "3", "add one")
+
+
+@pytest.mark.parametrize("got", ["a" * 10_000, ["b"] * 10_000, torch.zeros(3, 3)], ids=["text", "list", "tensor"])
+def test_the_error_of_a_long_value_is_one_short_line(got: object) -> None:
+    with pytest.raises(ValueError, match=r"^size: expected an even number, got ") as error:
+        require(False, "size", "an even number", got, "add one")
+    message = str(error.value)
+    assert len(message) < 500
+    assert len(message.splitlines()) == 1
+    assert message.endswith("; add one.")
 
 
 @pytest.mark.parametrize(

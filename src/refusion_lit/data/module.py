@@ -365,7 +365,7 @@ def _as_task(task: Any) -> Task:  # noqa: ANN401 - Python users pass data sets o
     is_data_set = (hasattr(task, "__len__") and hasattr(task, "__getitem__")) or hasattr(task, "__iter__")
     expected = "a task such as InstructionFiles(train=...), or a data set of mappings"
     fix = "pass InstructionFiles(train=FILE), or a list of dicts"
-    require(is_data_set and not isinstance(task, str | bytes | Mapping), "data.task", expected, f"{task!r:.60}", fix)
+    require(is_data_set and not isinstance(task, str | bytes | Mapping), "data.task", expected, task, fix)
     return InstructionFiles.from_rows(task)
 
 

@@ -159,6 +159,7 @@ class PromptSequence:
             branches = [replace(branch, draft_at=offsets, score_at=()) for branch, offsets in pairs]
         else:
             branches = request.branches if isinstance(request, Forward) else ()
+            branches = () if isinstance(branches, Branch) else branches  # (branch) in place of (branch,)
         expected = "steps that yield a Forward with branches, or MoreDrafts for each branch of the last Forward"
         require(bool(branches), "decoder", expected, request, _FIX)
         for branch in branches:

@@ -148,7 +148,7 @@ class Evaluation(L.Callback):
         resume: bool = False,
     ) -> None:
         is_mapping, fix = isinstance(decoders, Mapping), 'pass {"refusion": ReFusion()}, for example'
-        require(is_mapping, "model.decoders", "decoders by name", f"{decoders!r:.60}", fix)
+        require(is_mapping, "model.decoders", "decoders by name", decoders, fix)
         named = {name: decoder for name, decoder in decoders.items() if decoder is not None}
         require(bool(named) or not decoders, "model.decoders", "at least one decoder", decoders, "add one")
         for name, decoder in named.items():

@@ -112,13 +112,11 @@ class SlotDiffusionModule(L.LightningModule):
             ("schedule", schedule, WarmupCosine),
         ):
             fix = "pass an instance, such as Hybrid()" if kind is Objective else f"pass {kind.__name__}(...)"
-            require(
-                isinstance(value, kind), f"model.{option}", f"an instance of {kind.__name__}", f"{value!r:.60}", fix
-            )
+            require(isinstance(value, kind), f"model.{option}", f"an instance of {kind.__name__}", value, fix)
         for option, function in {"optimizer": optimizer, "lr_scheduler": lr_scheduler}.items():
             fix = "pass a class of torch, or a functools.partial of it with its options"
             expected = f"a function that makes the {option.replace('lr_', '')}"
-            require(function is None or callable(function), f"model.{option}", expected, f"{function!r:.60}", fix)
+            require(function is None or callable(function), f"model.{option}", expected, function, fix)
         self.backbone_config = backbone
         self.tokenizer = tokenizer
         self.objective = objective

@@ -61,10 +61,10 @@ class Validation(L.Callback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Log the losses."""
         # All processes have the same means. Without sync_dist, Lightning would warn; the maximum keeps every digit.
-        for name, mean in self.means.compute().items():
-            is_loss = name == "total"
-            name = "loss" if is_loss else name
-            pl_module.log(f"val/{name}", mean.float(), prog_bar=is_loss, sync_dist=True, reduce_fx="max")
+        means = self.means.compute()
+        means["loss"] = means.pop("total")  # replaces a term of this name, as in training's figures
+        for name, mean in means.items():
+            pl_module.log(f"val/{name}", mean.float(), prog_bar=name == "loss", sync_dist=True, reduce_fx="max")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Exclude the validation from the training time."""

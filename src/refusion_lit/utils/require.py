@@ -49,7 +49,10 @@ def require(condition: bool, option: str, expected: str, got: object, fix: str) 
         OptionError: ``option: expected ..., got ...; fix.``
     """
     if not condition:
-        raise OptionError(f"{option}: expected {expected}, got {got!r}; {fix}.", option)
+        text = repr(got)
+        if len(text) > 300 or "\n" in text:  # tensors
+            text = f"{' '.join(text.split()):.300}..."
+        raise OptionError(f"{option}: expected {expected}, got {text}; {fix}.", option)
 
 
 def require_template(template: object, option: str = "prompt_template") -> str:
