@@ -62,9 +62,9 @@ class Validation(L.Callback):
         """Log the losses."""
         # All processes have the same means. Without sync_dist, Lightning would warn; the maximum keeps every digit.
         means = self.means.compute()
-        means["loss"] = means.pop("total")  # replaces a term of this name, as in training's figures
-        for name, mean in means.items():
-            pl_module.log(f"val/{name}", mean.float(), prog_bar=name == "loss", sync_dist=True, reduce_fx="max")
+        for name, mean in (means | {"loss": means["total"]}).items():  # the loss replaces a term of its name
+            if name != "total":
+                pl_module.log(f"val/{name}", mean.float(), prog_bar=name == "loss", sync_dist=True, reduce_fx="max")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:  # noqa: ARG002
         """Exclude the validation from the training time."""
