@@ -181,7 +181,7 @@ def _read_requests(options: Namespace) -> list[PromptRequest]:
     """Read the prompts that the options name.
 
     Raises:
-        ValueError: If a prompt is missing, empty or malformed, or two prompts have one id.
+        ValueError: If a prompt is missing, empty or malformed, or two prompts have the same id.
     """
     template = None if options.template is None else read_template(options.template)
     if options.prompts is None:

@@ -58,20 +58,20 @@ _DESCRIPTIONS = {
 }
 _RESUME = (
     " --resume [RUN] continues an interrupted run: a run's directory (with its config), a version of RUN_NAME, or "
-    "without RUN the newest run of RUN_NAME, if there is one."
+    "without RUN the newest run of RUN_NAME, if any exists."
 )
 _CKPT_PATH = "checkpoint, Hugging Face directory or hub id of the model; last: the newest checkpoint of RUN_NAME"
 _FIT_CKPT_PATH = (
-    "checkpoint of a training to continue; last: the newest checkpoint of RUN_NAME (and RUN_VERSION), if there is one"
+    "checkpoint of a training to continue; last: the newest checkpoint of RUN_NAME (and RUN_VERSION), if any exists"
 )
 
 
 class OneLineLightningParser(OneLineParser, LightningArgumentParser):
-    """Lightning's parser with errors of one line."""
+    """Lightning's parser with single-line errors."""
 
 
 class RefusionCLI(LightningCLI):
-    """LightningCLI with runs in ``runs/NAME/VERSION`` and one-line errors. Checkpoints override no option.
+    """LightningCLI with runs in ``runs/NAME/VERSION`` and single-line errors. Checkpoints override no option.
 
     Attributes:
         claim: The run's directory; ``None`` until a directory is chosen. It is a class attribute: the constructor does

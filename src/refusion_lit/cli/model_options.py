@@ -87,7 +87,7 @@ def add_model_options(parser: OneLineParser, *, max_new_tokens: int = 128, with_
 
 
 def add_decoder_option(
-    parser: OneLineParser, which: str = "by default the model's own, which is SelfSpeculative for one with a drafter"
+    parser: OneLineParser, which: str = "by default the model's decoder: with a drafter, SelfSpeculative"
 ) -> None:
     """Add the decoder with its options."""
     load_plugins()  # decoders of plugins have short names

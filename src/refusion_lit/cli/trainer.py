@@ -73,7 +73,7 @@ def run(command: str, args: list[str]) -> int:
         failed = False
         message = getattr(stopped, "message", "stopped by SIGTERM; finished work is on disk")
         return _fail(message + _how_to_resume(command, options), int(stopped.code or 143))
-    except ProcessExitedException as stopped:  # a forked process, by a signal or after one
+    except ProcessExitedException as stopped:  # a forked process, killed by a signal or stopped after a signal
         failed = False
         code = stopped.exit_code if stopped.exit_code > 0 else 128 - stopped.exit_code  # negative: killed by a signal
         names = {128 + number: number.name for number in signal.Signals}

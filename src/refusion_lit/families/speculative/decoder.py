@@ -263,7 +263,7 @@ class SelfSpeculative(Decoder):
         return {j: replace(branch, draft_at=range(len(branch.tokens))) for j, branch in groups.items()}
 
     def _masks(self, state: SpeculativeState) -> _Masks:
-        """Return the masks of a drafter, or with ``slot_size`` those of a hybrid model."""
+        """Return a drafter's masks or, with ``slot_size``, a hybrid model's masks."""
         if self.slot_size is None:
             masks = state.special_tokens.draft_token_ids[: self.num_drafts]
             return _Masks(token_ids=masks, shift=1, cost_factor=_DRAFTER_COST_FACTOR, adapters=_ADAPTERS)
