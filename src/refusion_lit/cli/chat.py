@@ -30,7 +30,7 @@ def build_parser() -> ModelParser:
     """Return the parser of ``chat``."""
     parser = ModelParser(prog="refusion-lit chat", description="Talk to a model; /help lists its commands.")
     parser.add_argument("--ckpt_path", type=str, required=True, help="checkpoint, Hugging Face directory or hub id")
-    parser.add_argument("--system", type=str | None, default=None, help="system message, for chat templates with one")
+    parser.add_argument("--system", type=str | None, default=None, help="system message, if the chat template has it")
     add_decoding_options(parser, "allow_mismatch")
     add_model_options(parser, max_new_tokens=256)
     return parser
