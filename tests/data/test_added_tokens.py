@@ -1,5 +1,7 @@
 """Added tokens: their names are found in text, also names that the tokenizer gets later."""
 
+from typing import Any
+
 import pytest
 from transformers import PreTrainedTokenizerBase
 
@@ -53,11 +55,12 @@ def test_a_special_name_that_comes_between_two_prompts_stays_text_in_the_second(
 def test_samples_do_not_read_the_added_tokens_again(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads = []
+    reads: list[Any] = []
 
-    def read(self: PreTrainedTokenizerBase) -> dict:
+    def read(self: Any) -> dict[int, Any]:
         reads.append(self)
-        return self.backend_tokenizer.get_added_tokens_decoder()
+        added: dict[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
+        return added
 
     monkeypatch.setattr(type(tokenizer), "added_tokens_decoder", property(read))
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
