@@ -5,6 +5,7 @@ The loops call transformers directly: no engine, no batches. Frozen keys and val
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -229,40 +230,32 @@ def fast_dllm(
     canvas: list[int | None] = [None] * length
     lengths: list[int] = []
     for start in range(0, length, block):
-        stop = min(start + block, length)
-        first, last = len(prompt) + start, len(prompt) + stop
-        values, stored = forward(make_input(prompt, canvas))
-        lengths.append(len(values))
-        offset, num_rounds = 0, 0
-        while True:
-            best = []
-            for place in range(start, stop):
-                if canvas[place] is None:
-                    row = values[len(prompt) + place - shift - offset]
-                    token = draw(row)
-                    best.append((-float(row.softmax(-1)[token]), place, token))
+        places = range(start, min(start + block, length))
+        text = make_input(prompt, canvas)
+        first, last = len(prompt) + places.start, len(prompt) + places.stop
+        whole = range(len(text))
+        values, stored = forward(text)
+        fed = whole  # the positions of the last forward pass
+        for num_rounds in itertools.count():
+            lengths.append(len(fed))
+            masked = [place for place in places if canvas[place] is None]
+            rows = {place: values[len(prompt) + place - shift - fed.start] for place in masked}
+            tokens = {place: draw(row) for place, row in rows.items()}
             if shift and kept != "none" and num_rounds == 0:
-                # The token before the block, which predicts the block's first token, is not fed again: unmask it now.
-                [first_token, *_] = [token for _, _, token in best]
-                canvas[start] = first_token
+                # The token before the block, which predicts the block's first token, is not fed again.
+                unmasked = [start]
             else:
-                best.sort()
-                num_unmasked = rule([-negative for negative, _, _ in best], stop - start, num_rounds)
-                for _, place, token in best[:num_unmasked]:
-                    canvas[place] = token
-            num_rounds += 1
-            if None not in canvas[start:stop]:
+                confidences = {place: float(rows[place].softmax(-1)[tokens[place]]) for place in masked}
+                surest = sorted(masked, key=lambda place: -confidences[place])
+                unmasked = surest[: rule([confidences[place] for place in surest], len(places), num_rounds)]
+            for place in unmasked:
+                canvas[place] = tokens[place]
+            if None not in canvas[places.start : places.stop]:
                 break
+            fed = {"none": whole, "prefix": range(first, len(text)), "dual": range(first, last)}[kept]
             text = make_input(prompt, canvas)
-            if kept == "none":
-                values, _ = forward(text)
-            elif kept == "prefix":
-                values, _ = forward(text[first:], first, without(stored, first, len(text)))
-                offset = first
-            else:
-                values, _ = forward(text[first:last], first, without(stored, first, last))
-                offset = first
-            lengths.append(len(values))
+            frozen = without(stored, fed.start, fed.stop)
+            values, _ = forward(text[fed.start : fed.stop], fed.start, frozen)
     return check_finished(canvas), lengths
 
 

@@ -9,30 +9,27 @@ from refusion_lit.traces.timeline import timeline
 from traces.samples import PROMPT_LENGTH, entry, make_trace, plan_and_verify, random_trace
 
 
-def look(trace: Trace, index: int, forwards: int) -> tuple[str, int | None, int] | None:
+def find_status(trace: Trace, index: int, num_forwards: int) -> tuple[str, int | None, int] | None:
     """Return status, token and number of drafts of a response token after some forwards, by searching the trace."""
     position = PROMPT_LENGTH + index
-    accepted = [n for n, r in enumerate(trace.rounds) if position in r.accepted]
-    end = accepted[0] if accepted else len(trace.rounds)
-    drafts = [(n, dict(zip(r.positions, r.tokens, strict=True))) for n, r in enumerate(trace.rounds)]
-    drafts = [(n, tokens[position]) for n, tokens in drafts if position in tokens and n <= end]
-    so_far = [(n, token) for n, token in drafts if n < forwards]
-    if accepted and end < forwards:
-        if index < len(trace.token_ids):
-            return "accepted", trace.token_ids[index], len(so_far)
-        return "accepted", so_far[-1][1] if so_far else None, len(so_far)
-    if not so_far:
+    accepted_in = next((n for n, r in enumerate(trace.rounds) if position in r.accepted), None)
+    last = len(trace.rounds) if accepted_in is None else accepted_in  # later drafts of the position do not count
+    drafted_in = [n for n, r in enumerate(trace.rounds) if position in r.positions and n <= last]
+    past = [n for n in drafted_in if n < num_forwards]
+    tokens = [trace.rounds[n].tokens[[*trace.rounds[n].positions].index(position)] for n in past]
+    if accepted_in is not None and accepted_in < num_forwards:
+        drafted = tokens[-1] if tokens else None
+        return "accepted", trace.token_ids[index] if index < len(trace.token_ids) else drafted, len(past)
+    if not past:
         return None
-    number, token = so_far[-1]
-    later = [n for n, _ in drafts if n > number]
-    if later:
-        for judge in range(number, min(forwards, later[0])):
-            entry = trace.rounds[judge]
-            if (judge > number and (entry.accepted or entry.scores)) or (
-                judge == number and entry.accepted and not entry.scores
-            ):
-                return "rejected", token, len(so_far)
-    return "drafted", token, len(so_far)
+    # A draft that is made again later has been rejected: by its own forward if that accepts without verifying, else by
+    # the first later forward that accepts or verifies.
+    again = next((n for n in drafted_in if n > past[-1]), None)
+    if again is None:
+        return "drafted", tokens[-1], len(past)
+    own, *later = trace.rounds[past[-1] : min(num_forwards, again)]
+    is_rejected = bool(own.accepted and not own.scores) or any(r.accepted or r.scores for r in later)
+    return "rejected" if is_rejected else "drafted", tokens[-1], len(past)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -42,7 +39,7 @@ def test_every_token_after_every_forward_is_what_a_search_finds(seed: int) -> No
     for forwards in range(trace.num_forwards + 1):
         for index, change in enumerate(history.after(forwards)):
             actual = None if change is None else (change.status, change.token, change.num_drafts)
-            assert actual == look(trace, index, forwards), (forwards, index)
+            assert actual == find_status(trace, index, forwards), (forwards, index)
 
 
 def test_a_rejected_draft_is_rejected_from_its_verification_until_it_is_planned_again() -> None:
