@@ -198,6 +198,10 @@ def damage(path: Path, name: str) -> None:
         save_file({k: v for k, v in weights.items() if k != "encoder.fc.weight"}, path / "model.safetensors")
     elif name == "no weights":
         (path / "model.safetensors").unlink()
+    elif name == "weights outside":
+        (path / "model.safetensors").rename(path.parent / "outside.safetensors")
+        index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "../outside.safetensors")}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index))
     elif name == "cut weights":
         (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:1000])
     elif name == "tokenizer":
@@ -216,7 +220,8 @@ def damage(path: Path, name: str) -> None:
     "name",
     [
         "hidden size", "layers of the model", "no layers of the model", "vocabulary", "missing layer", "types", "block",
-        "not a number", "missing tensor", "no weights", "cut weights", "tokenizer", "other model", "text",
+        "not a number", "missing tensor", "no weights", "weights outside", "cut weights", "tokenizer",
+        "other model", "text",
     ],
 )  # fmt: skip
 def test_a_drafter_that_does_not_fit_is_refused_in_a_line(

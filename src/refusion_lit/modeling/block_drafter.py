@@ -28,7 +28,7 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 
 from refusion_lit.modeling.config import check_num_layers
 from refusion_lit.modeling.kv_cache import KVCache
-from refusion_lit.modeling.stored_tensors import check_types, load_checked, missing_shards, read_headers, weight_files
+from refusion_lit.modeling.stored_tensors import check_types, load_checked, read_headers, weight_files
 from refusion_lit.modeling.transformers_forward import LibraryCache
 from refusion_lit.modeling.visibility import AttentionMask, as_mask
 from refusion_lit.modeling.weights import weights_digest
@@ -336,8 +336,6 @@ def check_block_drafter(directory: str | Path, target: Any) -> MuseGlimmerAssist
     if not 2 <= config.block_size <= context:
         expected = f"blocks of 2 to {context} tokens, its context"
         raise _draft_error(folder, expected, f"block_size {config.block_size}", "correct config.json")
-    if missing := missing_shards(folder):
-        raise _draft_error(folder, "all shards of its index", f"none for {', '.join(missing)}", "fetch them again")
     tensors = read_headers(folder, "draft")
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if not shapes:

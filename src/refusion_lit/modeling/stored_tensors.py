@@ -50,25 +50,23 @@ def weight_files(folder: Path) -> list[Path]:
     return shards or single[:1] or sorted(folder.glob("*.safetensors"))
 
 
-def missing_shards(folder: Path) -> list[str]:
-    """Return the weight files that a directory's index names but the directory lacks."""
-    return [file.name for file in weight_files(folder) if not file.is_file()]
-
-
-def check_shard_names(folder: Path) -> None:
-    """Refuse an index of shards without files, or with a file outside the directory: directories are not trusted.
+def _check_shards(folder: Path, where: str) -> None:
+    """Refuse an index without files, with a file outside the directory (directories are not trusted) or a missing file.
 
     Raises:
-        ValueError: Naming the index.
+        ValueError: Naming the index, or the missing files.
     """
     for index in folder.glob("*.index.json"):
         files = _index(index)
         expected = f"a weight_map with the file of each tensor in {index}"
         is_used = index.name in [f"{name}.index.json" for name in _NAMES]
-        require(bool(files) or not is_used, "backbone.source", expected, None, _FETCH)
+        require(bool(files) or not is_used, where, expected, None, _FETCH)
         for name in sorted({*files.values()}):
             inside = not Path(name).is_absolute() and ".." not in Path(name).parts
-            require(inside, "backbone.source", f"files of the directory in {index}", name, _FETCH)
+            require(inside, where, f"files of the directory in {index}", name, _FETCH)
+    missing = [file.name for file in weight_files(folder) if not file.is_file()]
+    option = f"{where}: {str(folder)!r}"
+    require(not missing, option, "all shards of its index", f"none for {', '.join(missing)}", "fetch them again")
 
 
 def _used_index(folder: Path) -> dict[str, str]:
@@ -90,16 +88,17 @@ def _index(file: Path) -> dict[str, str]:
 
 
 def read_headers(folder: Path, where: str) -> dict[str, StoredTensor]:
-    """Return a directory's stored tensors by name, without their values; :func:`missing_shards` finds missing files.
+    """Return a directory's stored tensors by name, without their values.
 
     Args:
         folder: The directory.
         where: The option that named the directory, for messages.
 
     Raises:
-        ValueError: If a file is damaged, two files hold a tensor with the same name, or no file holds a tensor in the
-            index.
+        ValueError: If a file is damaged or missing, the index names a file outside the directory, two files hold a
+            tensor with the same name, or no file holds a tensor in the index.
     """
+    _check_shards(folder, where)
     tensors: dict[str, StoredTensor] = {}
     for file in weight_files(folder):
         for name, tensor in _read_header(file, where).items():

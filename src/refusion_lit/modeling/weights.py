@@ -31,15 +31,12 @@ from refusion_lit.modeling.source import ModelSource
 from refusion_lit.modeling.stored_tensors import (
     StoredTensor,
     check_loaded_values,
-    check_shard_names,
     check_types,
-    missing_shards,
     read_headers,
     unreadable,
     weight_files,
 )
 from refusion_lit.utils.errors import error_reason, last_line
-from refusion_lit.utils.require import require
 
 _DRAFT_ADAPTER = "linear_spec_lora"
 """Directory of the adapter with which Nemotron-Labs-Diffusion drafts in linear self-speculation."""
@@ -259,10 +256,6 @@ def _check_stored(source: ModelSource) -> dict[str, StoredTensor]:
             published checkpoint's tensors are missing, unknown or wrongly shaped.
     """
     folder = Path(source.name)
-    check_shard_names(folder)
-    missing = missing_shards(folder)
-    where = f"backbone.source: {source.name!r}"
-    require(not missing, where, "all shards of its index", f"none for {', '.join(missing)}", "fetch them again")
     tensors = read_headers(folder, "backbone.source")
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     config = source.config.get_text_config()
