@@ -47,6 +47,11 @@ def test_commands_without_a_model_import_nothing_slow(args: list[str]) -> None:
     assert list_imports(*args) == set()
 
 
+def test_a_wrong_sweep_is_refused_before_slow_imports(tmp_path: Path) -> None:
+    (tmp_path / "sweep.yaml").write_text("gird: {a: [1]}\n")
+    assert list_imports("sweep", f"--config={tmp_path / 'sweep.yaml'}") == set()
+
+
 def test_commands_without_a_trainer_do_not_import_lightning(tmp_path: Path) -> None:
     modules = {place.partition(".")[0] for place in COMMANDS.values()}
     imports = "; ".join(f"import refusion_lit.cli.{module}" for module in sorted(modules))

@@ -32,9 +32,6 @@ _SWITCHES = (
 """Fields that clients always send. ``_NEUTRAL`` fields have no effect with these values, ``_SWITCHES`` if false."""
 _ALL_TOKENS = 2**31 - 1
 """More tokens than any vocabulary has."""
-_REASONS = {
-    "max_completion_tokens": "max_tokens has another value",
-}
 
 _TopK = Annotated[
     int | None,
@@ -594,7 +591,9 @@ def describe_error(error: ValidationError) -> str:
     first = error.errors()[0]
     name = ".".join(map(str, first["loc"])) or "body"
     if first["type"] == "extra_forbidden":
-        return f"{name}: refused, as {_REASONS.get(name, 'this server has no such field')}; leave it out."
+        is_limit = name == "max_completion_tokens"
+        reason = "max_tokens has another value" if is_limit else "this server has no such field"
+        return f"{name}: refused, as {reason}; leave it out."
     has_input = first["type"] != "missing"
     got = f", got {json.dumps(first['input'], default=str)[:60]}" if has_input else ""
     return f"{name}: {first['msg']}{got}."
