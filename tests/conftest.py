@@ -1,5 +1,7 @@
 """Settings of the whole suite: no network, one thread, no deadlines, shapes of tensors checked."""
 
+# ruff: noqa: E402 - settings come before the libraries that read them
+
 from __future__ import annotations
 
 import gc
@@ -13,6 +15,10 @@ os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start, beside another worker's
 
+# Before the libraries are imported: they hold so many objects that collecting garbage as often as by default slows the
+# imports and takes a fifth of the tests' time.
+gc.set_threshold(20_000, 20, 20)
+
 import pytest
 import torch
 from hypothesis import settings
@@ -24,9 +30,6 @@ from support.shape_checks import check_shapes, num_calls
 check_shapes()
 
 pytest_plugins = ["support.batches"]  # fixtures that make training batches
-
-# Collecting garbage as often as by default takes a fifth of the tests' time, since the libraries hold many objects.
-gc.set_threshold(20_000, 20, 20)
 
 # Started in a shell's background, Python ignores Ctrl-C, and so do the processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,8 +6,8 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,44 +22,33 @@ from refusion_lit.decoding import ReFusion
 from refusion_lit.modeling.config import load_config
 from refusion_lit.modeling.formats import FORMATS
 from refusion_lit.modeling.source import ModelSource
+from support.forks import fork, wait
 from support.tiny import make_base
 
 MODEL = Path(__file__).parents[1] / "goldens" / "models" / "additions-clean"
 NAMES = ("config.json", "tokenizer_config.json")
 
-_opened: Counter[str] | None = None
 
+def check_each_is_read_once(work: Callable[[], object]) -> None:
+    """Count how often a function opens the two files, in a process of its own, because an audit hook stays for good."""
 
-def _count_open(event: str, args: tuple[Any, ...]) -> None:
-    if _opened is not None and event == "open" and Path(str(args[0])).name in NAMES:
-        _opened[Path(str(args[0])).name] += 1
+    def count() -> None:
+        opened: Counter[str] = Counter()
+        sys.addaudithook(lambda event, args: opened.update([Path(str(args[0])).name] if event == "open" else []))
+        work()
+        assert {name: opened[name] for name in NAMES} == dict.fromkeys(NAMES, 1)
 
-
-sys.addaudithook(_count_open)  # for good: hooks cannot be removed
-
-
-@contextmanager
-def counted_opens() -> Iterator[Counter[str]]:
-    """Count how often this process opens the two files."""
-    global _opened
-    _opened = Counter()
-    try:
-        yield _opened
-    finally:
-        _opened = None
+    assert wait(fork(count)) == 0
 
 
 def test_loading_reads_each_file_once() -> None:
-    with counted_opens() as opened:
-        refusion_lit.load(MODEL)
-    assert opened == {"config.json": 1, "tokenizer_config.json": 1}
+    check_each_is_read_once(lambda: refusion_lit.load(MODEL))
 
 
-def test_generating_reads_each_file_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with counted_opens() as opened:
-        assert main(["generate", f"--ckpt_path={MODEL}", "--prompt=1+2>", "--max_new_tokens=4"]) == 0
-    assert opened == {"config.json": 1, "tokenizer_config.json": 1}
-    assert "forwards" in capsys.readouterr().err
+def test_generating_reads_each_file_once(capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", f"--ckpt_path={MODEL}", "--prompt=1+2>", "--max_new_tokens=4"]
+    check_each_is_read_once(lambda: main(command))
+    assert "forwards" in capfd.readouterr().err
 
 
 def test_a_tokenizer_is_the_one_that_transformers_reads(tmp_path: Path) -> None:
