@@ -290,9 +290,7 @@ class SelfSpeculative(Decoder):
         self, groups: dict[int, Branch], read: dict[int, Reading], accepted: int, draw: Draw
     ) -> Steps[Reading]:  # fmt: skip
         """Return the drafts at the masks after the accepted drafts; nothing if there are no such masks."""
-        if accepted not in groups:
-            return Reading()
-        group = groups[accepted]
+        group = groups.get(accepted, Branch(tokens=(), positions=()))
         drafting = range(1 - group.shift, len(group.tokens))
         if not drafting:
             return Reading()
