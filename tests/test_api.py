@@ -12,7 +12,7 @@ import torch
 
 import refusion_lit
 from refusion_lit import TextModel
-from refusion_lit.decoding import GenerationCallback, ReFusion, SelfSpeculative
+from refusion_lit.decoding import GenerationCallback, ReFusion, SelfSpeculative, decode
 from refusion_lit.traces.document import record_trace
 from refusion_lit.types import DecodingOptions, Prompt, SamplingParams
 
@@ -63,6 +63,15 @@ def test_an_option_that_is_misspelt_is_refused_with_the_nearest(
 ) -> None:
     with pytest.raises(TypeError, match=rf"'{name}'.*{near}"):
         CALLS[method](model, **{name: 4})
+
+
+@pytest.mark.parametrize(("name", "near"), [("calback", "callbacks"), ("batchsize", "batch_size"), ("trce", "trace")])
+def test_a_misspelt_argument_of_the_function_decode_is_refused_with_the_nearest(
+    model: TextModel, name: str, near: str
+) -> None:
+    wrong: dict[str, Any] = {name: None}
+    with pytest.raises(TypeError, match=rf"'{name}'.*{near}"):
+        decode(model.backbone, ReFusion(), [], SamplingParams(), **wrong)
 
 
 def test_a_model_is_printed_with_its_size(model: TextModel) -> None:

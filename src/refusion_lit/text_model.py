@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from inspect import getfullargspec
 from operator import index
 from typing import Any
 
@@ -221,9 +220,7 @@ class TextModel:
             ValueError: If an option is impossible, a prompt is empty or too long, or the model does not fit.
         """
         check_arguments(decoder, sampling, callbacks, kept)
-        methods = (TextModel.generate_ids, TextModel.decode)
-        names = dict.fromkeys(name for method in methods for name in getfullargspec(method).kwonlyargs)
-        read_decoding_options(options, [*names])  # refuses unknown names, and suggests a known name
+        read_decoding_options(options, TextModel.generate_ids, TextModel.decode)  # suggests arguments of both
         for prompt in prompts:
             _check_ids(prompt, self.tokenizer)
         model = self.model_for(decoder)

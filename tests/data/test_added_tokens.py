@@ -33,11 +33,14 @@ def test_a_name_that_the_tokenizer_gets_later_is_found(tokenizer: PreTrainedToke
     assert after.by_name["<c>"].special == special
 
 
-def test_a_named_token_that_becomes_special_is_found_among_special_names(tokenizer: PreTrainedTokenizerBase) -> None:
+@pytest.mark.parametrize("special", [{"sep_token": "<c>"}, {"additional_special_tokens": ["<c>"]}])
+def test_a_named_token_that_becomes_special_is_found_among_special_names(
+    tokenizer: PreTrainedTokenizerBase, special: dict[str, Any]
+) -> None:
     tokenizer.add_tokens(["<c>"])
     assert read_added_tokens(tokenizer).special_names.search("a<c>") is None
 
-    tokenizer.add_special_tokens({"sep_token": "<c>"})
+    tokenizer.add_special_tokens(special)
 
     assert read_added_tokens(tokenizer).special_names.search("a<c>") is not None
 

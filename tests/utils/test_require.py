@@ -38,6 +38,11 @@ def test_the_error_of_a_long_value_is_one_short_line(got: object) -> None:
     assert message.endswith("; add one.")
 
 
+def test_the_error_has_the_whole_of_a_short_value_of_several_lines() -> None:
+    with pytest.raises(ValueError, match=r"got tensor\(\[\[0, 0\], \[0, 0\]\]\); add one"):
+        require(False, "size", "an even number", torch.zeros(2, 2, dtype=torch.int64), "add one")
+
+
 @pytest.mark.parametrize(
     ("value", "minimum", "message"),
     [

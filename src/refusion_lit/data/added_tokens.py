@@ -46,7 +46,7 @@ def read_added_tokens(tokenizer: PreTrainedTokenizerBase) -> AddedTokens:
     >>> tokens.names.split("ab<|eos|>a")
     ['ab', '<|eos|>', 'a']
     """
-    state = len(tokenizer), tokenizer.special_tokens_map
+    state = len(tokenizer), tokenizer.all_special_tokens
     known = _read.get(tokenizer)
     if known is None or known[0] != state:
         by_id = tokenizer.added_tokens_decoder

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from inspect import getfullargspec
 from operator import itemgetter
 from typing import Any
 
@@ -34,12 +35,12 @@ def check_arguments(decoder: object, sampling: object, callbacks: object, kept: 
     require(isinstance(kept, KeptCache | None), "kept", "an instance of KeptCache", kept, "create one: KeptCache()")
 
 
-def read_decoding_options(named: Mapping[str, Any], arguments: Sequence[str] = ()) -> DecodingOptions:
+def read_decoding_options(named: Mapping[str, Any], *functions: Callable[..., Any]) -> DecodingOptions:
     """Build decoding options from names and values.
 
     Args:
         named: The options.
-        arguments: Further arguments of the caller, to suggest.
+        functions: Functions that users call with the options; errors suggest their keyword arguments, too.
 
     Raises:
         TypeError: If an option is unknown. The error names a similar option, or where sampling options go.
@@ -47,6 +48,9 @@ def read_decoding_options(named: Mapping[str, Any], arguments: Sequence[str] = (
     """
     known, sampling_names = ([field.name for field in fields(kind)] for kind in (DecodingOptions, SamplingParams))
     for name in named.keys() - known:
+        arguments = dict.fromkeys(
+            argument for function in functions for argument in getfullargspec(function).kwonlyargs
+        )
         near = get_close_matches(name, [*arguments, *known, *sampling_names], n=1)
         fix = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join([*arguments, *known])}."
         if name in sampling_names:

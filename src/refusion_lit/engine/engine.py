@@ -80,7 +80,7 @@ def decode(
         TypeError: If an option is unknown.
         ValueError: If an option is out of range, or a prompt is empty or too long.
     """
-    options = read_decoding_options(named)
+    options = read_decoding_options(named, decode)
     if num_top_logprobs is not None:
         require_at_least("num_top_logprobs", num_top_logprobs, 0)
     require(bool(detokenize) or not sampling.stop, "stop", "a tokenizer for stop strings", None, "pass detokenize")

@@ -49,9 +49,8 @@ def require(condition: bool, option: str, expected: str, got: object, fix: str) 
         OptionError: ``option: expected ..., got ...; fix.``
     """
     if not condition:
-        text = repr(got)
-        if len(text) > 300 or "\n" in text:  # tensors
-            text = f"{' '.join(text.split()):.300}..."
+        text = " ".join(map(str.strip, repr(got).splitlines()))  # a tensor's lines
+        text = text if len(text) <= 300 else f"{text:.300}..."
         raise OptionError(f"{option}: expected {expected}, got {text}; {fix}.", option)
 
 
