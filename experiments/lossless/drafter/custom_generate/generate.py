@@ -6,9 +6,9 @@ decode without refusion-lit:
 
     model.generate(ids, custom_generate=DIRECTORY, trust_remote_code=True, draft=DIRECTORY, max_new_tokens=128)
 
-``draft`` is the directory or hub id of the drafter; by default, the model's directory also holds the drafter. A drafter
-consists of mask embeddings, and of adapters of the linear layers that act at masks only. Masks at the end of the text
-draft the tokens after the next token. The model's next-token predictions verify the drafts in the next forward.
+``draft`` is the drafter's directory or hub id; by default the model's directory. A drafter consists of mask embeddings,
+and of adapters for the linear layers that act at masks only. Masks at the end of the text draft the tokens after the
+next token. In the next forward, the model's next-token predictions verify the drafts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def read_options(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, A
         kwargs: The arguments of the call.
 
     Raises:
-        ValueError: If an option asks for something that this decoder would have to ignore.
+        ValueError: If the decoder would have to ignore an option.
     """
     known = {"input_ids", "attention_mask", "max_new_tokens", "max_length", "eos_token_id", "bos_token_id", "use_cache",
              "pad_token_id", "tokenizer", "streamer", "transformers_version", "refusion"}  # fmt: skip
@@ -46,10 +46,11 @@ def read_options(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, A
     }  # fmt: skip
     stored = vars(config or model.generation_config)
     options = {name: value for name, value in {**stored, **kwargs}.items() if not name.startswith("_")}
-    # Sampling options that the model itself brings along are no request, unless the call asks to sample.
+    # Sampling options in the model's own config are no request, unless the call asks to sample.
     defaults = {} if options.get("do_sample") else vars(model.generation_config)
     unused = {name for name in sampling - {*kwargs} if options.get(name) == defaults.get(name)}
-    # A server copies the model's do_sample, which then says nothing about a temperature that a request sets beside it.
+    # A server copies the model's do_sample into its requests, so do_sample does not show whether a request set a
+    # temperature.
     is_greedy = options.get("do_sample") is False and ("do_sample" in kwargs or defaults.get("do_sample") is not False)
     unused |= {"temperature"} if is_greedy and options.get("temperature") == 1 else set()
     for name, value in options.items():
@@ -99,7 +100,7 @@ def respond(ids: torch.Tensor, decode: Any, streamer: Any) -> torch.Tensor:
 
     Args:
         ids: The prompt [1, token].
-        decode: Returns the response's tokens; sends them to the streamer that it gets.
+        decode: Takes a streamer, sends the response's tokens to it, and returns them.
         streamer: A streamer of transformers; ``None`` for none.
     """
     if streamer is not None:
@@ -115,8 +116,8 @@ def respond(ids: torch.Tensor, decode: Any, streamer: Any) -> torch.Tensor:
 def weights_digest(model: torch.nn.Module) -> str | None:
     """Return a digest of a model's weights, 16 hexadecimal digits.
 
-    The digest covers the names and shapes of all parameters and 64 values per parameter, which is fast for large
-    models. Values are rounded to bfloat16, so that loading in float32 or bfloat16 gives the same digest.
+    The digest covers names and shapes of all parameters and 64 values per parameter, so it is fast for large models.
+    Values are rounded to bfloat16, so that loading in float32 or bfloat16 gives the same digest.
 
     Args:
         model: A model; tied weights count once.
@@ -164,7 +165,7 @@ def generate(
 
 
 class _Drafter:
-    """Masks and adapters. ``num_masks`` is the number of masks at the end of the next forward's tokens."""
+    """Masks and adapters. ``num_masks`` counts the masks at the end of the next forward's tokens."""
 
     def __init__(self, model: Any, directory: str) -> None:
         files = [cached_file(directory, name, _raise_exceptions_for_missing_entries=False)
@@ -222,7 +223,7 @@ class _Decoding:
         self.banned = [token for token in never - self.eos if token is not None]
 
     def run(self, streamer: Any = None) -> list[int]:
-        """Draft and verify in turn; every forward gives the model's own next token, and all accepted drafts."""
+        """Draft and verify in turn. Every forward gives the model's own next token and all accepted drafts."""
         length = len(self.text)
         drafts = []
         while len(self.text) - length < self.limit:
@@ -270,6 +271,6 @@ class _Decoding:
         )
         logits = output.logits[0].float()
         logits[:, self.banned] = -torch.inf
-        logits[:, self.drafter.vocab_size :] = -torch.inf  # rows of no token
+        logits[:, self.drafter.vocab_size :] = -torch.inf  # rows without a token
         best = logits.argmax(-1).tolist()
         return best[: len(drafts) + 1], best[len(drafts) + 1 :]
