@@ -75,7 +75,7 @@ class Detokenizer:
         plain = (token for token in reversed(after) if token not in self._special)
         context = [*islice(plain, _NUM_CONTEXT)][::-1]
         tokens = [*context, *token_ids]
-        kept = {token for token, name in self._special.items() if any(name in text for text in keep)} if keep else set()
+        kept = {token for text in keep for token, name in self._special.items() if name in text}
         before, text = (_join(self._decode(part, kept)) for part in (context, tokens))
         start = len(commonprefix([before, text]))  # noqa: RUF071 - no paths
         names = {token: self._special[token] for token in self._special.keys() & {*token_ids} - kept} if stop else {}

@@ -167,7 +167,7 @@ class DecodingOutput:
 
     Attributes:
         rows: The prompts' generations, in the prompts' order.
-        num_calls: Calls to the model, whatever their batch size.
+        num_calls: Calls to the model; a call for several prompts counts once.
         num_positions: Token positions computed, padding included.
         call_shapes: The calls by shape, for ``refusion-lit report --project``.
         num_shared: Prompt tokens whose KV cache entries were copied from other prompts instead of computed.

@@ -55,9 +55,9 @@ _RANGES: dict[str, int | str] = {
     "initializer_range": "[0, inf)",
     "attention_dropout": "[0, 1]",
 }
-"""Minimum or interval of options that are always numbers, whatever the architecture."""
+"""Minimum or interval of the options that are numbers in every architecture."""
 _SWITCHES = ("attention_bias", "mlp_bias", "qk_norm", "tie_word_embeddings", "use_qk_norm", "use_sliding_window")
-"""Options that are always true or false, whatever the architecture."""
+"""The options that are true or false in every architecture."""
 _WITH_PARTIAL_ROTARY = ("glm4_moe",)
 """Architectures of published formats that may rotate a part of a head."""
 _FETCH = "fetch config.json again"

@@ -31,7 +31,7 @@ class ServingProgram:
         name: The program's name.
         command: Command line, with ``{model}`` for the directory and ``{block_size}``.
         block_size: The only block size that the program decodes with; ``None``: any.
-        mask_token_id: The mask token that the program uses, whatever the config says; ``None``: the model's mask token.
+        mask_token_id: The mask token that the program always uses; ``None``: the model's mask token.
         values: Config options with the only values that the program supports.
     """
 

@@ -215,7 +215,8 @@ class _SplitRows(ConversionOps):
 def _splitting_class(config: Any, published: CheckpointFormat) -> type[PreTrainedModel]:  # noqa: ANN401 - one class per architecture
     """Return a subclass of transformers' class that splits a format's fused tensors at loading.
 
-    transformers finds conversions by the class's name, so a subclass leaves its own class unchanged.
+    transformers finds conversions by the class's name, so a conversion for the subclass does not change how
+    transformers' class loads.
     """
     base: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     name = f"{base.__name__}From{published.name}"

@@ -258,9 +258,9 @@ class SaveOnSignal(_AfterSteps):
 
     Handles SIGTERM, SIGINT (Ctrl-C) and, under SLURM, the signal that announces pre-emption (SIGUSR1); the job is then
     requeued if Lightning would requeue it. Lightning's handler saves in the middle of a step and into the working
-    directory: the next job, whatever its run, would resume from that file. A second signal ends the process at once. If
-    a validation follows the step, it runs before the end. The resulting ``SystemExit`` has a ``message`` and the
-    signal's usual exit code in shells. Forked processes end with this exit code.
+    directory, from which the next job of any run would resume. A second signal ends the process at once. If a
+    validation follows the step, the validation runs before the end. The resulting ``SystemExit`` has a ``message`` and
+    the signal's usual exit code in shells. Forked processes end with this exit code.
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ class SubBlockState(RowState):
 
     Attributes:
         span_step: Number of steps done in the current sub-block.
-        cached_block: Start of the block whose noisy tokens are all cached; -1 without such a block.
+        cached_block: Start of the block with all noisy tokens in the cache; -1 if no block has all.
     """
 
     span_step: int = 0
